@@ -1,0 +1,127 @@
+"""Between an engine and a store: the two halves of vLLM's V1 connector, with the same verbs.
+
+The halves share no memory: what passes between them is the ``StepPlan``, plain serialisable data. The scheduler half is
+called on the scheduler's thread and never blocks; the worker half on the thread that runs steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.abc.medium import SlotMedium
+from kvtier.abc.store import Fence
+from kvtier.key import Span
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Blocks of one request that the worker half is to load into HBM slots."""
+
+    request_id: str
+    span: Span
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Filled blocks of one request that the worker half is to save from HBM slots after the step."""
+
+    request_id: str
+    span: Span
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step asks of the worker half."""
+
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Transfers that ended since the last time asked."""
+
+    saved: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(request id, slots): these HBM slots may be reused."""
+    loaded: tuple[str, ...] = ()
+    failed_slots: frozenset[int] = field(default_factory=frozenset)
+    """Slots whose load failed: their blocks are to be computed."""
+
+
+class SchedulerConnector(ABC):
+    """The half that decides."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request_id: str, span: Span) -> int | None:
+        """Tokens of ``span`` (what follows the engine's own hit) that can be loaded; None: ask again later.
+
+        The span never covers the prompt's last token. Cheap, without side effect when repeated, never blocks.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
+        """The engine took ``slots`` for ``num_tokens`` of the matched tokens (0: it declined; the match is given up)."""
+
+    @abstractmethod
+    def offer(self, request_id: str, span: Span, slots: Sequence[int]) -> int:
+        """Filled blocks to save after this step; returns how many of the first were taken (the rest: offer again later)."""
+
+    @abstractmethod
+    def build_connector_meta(self) -> StepPlan:
+        """Everything planned since the last call, for the worker half."""
+
+    @abstractmethod
+    def request_finished(self, request_id: str) -> bool:
+        """The request ended in any way. True: saves still read its slots; hold them until ``get_finished`` names them."""
+
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Forget everything that was stored."""
+
+
+class WorkerConnector(ABC):
+    """The half that moves."""
+
+    @abstractmethod
+    def register_kv_caches(self, hbm: SlotMedium) -> None:
+        """The engine's HBM, once, before any other call."""
+
+    @abstractmethod
+    def start_load_kv(self, plan: StepPlan) -> None:
+        """Start the plan's loads."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Return when the loads that this step needs have arrived in ``layer`` or have failed. Bounded."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer: int) -> None:
+        """``layer`` of every sequence in the step has been written."""
+
+    @abstractmethod
+    def wait_for_save(self, plan: StepPlan, after: Fence | None = None) -> None:
+        """The step's KV is written (once ``after`` has passed): start the plan's saves. Does not wait for them."""
+
+    @abstractmethod
+    def get_finished(self) -> Finished:
+        """What ended since the last call."""
+
+    @abstractmethod
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        """Slots of this step's loads that failed; asked after ``wait_for_layer_load``."""
+
+
+class KVConnector(ABC):
+    """A connector is its two halves, built where each is needed."""
+
+    @property
+    @abstractmethod
+    def scheduler(self) -> SchedulerConnector: ...
+
+    @property
+    @abstractmethod
+    def worker(self) -> WorkerConnector: ...

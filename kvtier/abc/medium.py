@@ -1,0 +1,150 @@
+"""Where bytes physically live: slot-addressed media (hbm, dram, nvme) and key-addressed ones (redis, fs, a daemon).
+
+Both are called from transfer threads, several at a time, and may block; neither encodes, verifies, evicts or keeps a
+buffer of the caller. A batch is the primitive: outcomes are per item and in input order, and one bad item never fails
+its neighbours. A medium that cannot be reached at all may raise ``MediumError`` for the whole batch instead.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvtier.key import Address
+
+Iovec: TypeAlias = Sequence[memoryview]
+"""Contiguous byte buffers laid end to end (header page, payload), filled or written in one go."""
+
+
+class Status(enum.Enum):
+    """How one item of a batch ended."""
+
+    DONE = "done"
+    ABSENT = "absent"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one item: what happened, how many bytes moved, and why not where it failed."""
+
+    status: Status
+    nbytes: int = 0
+    detail: str = ""
+
+    @property
+    def done(self) -> bool:
+        return self.status is Status.DONE
+
+
+class Medium(ABC):
+    """What every medium has in common."""
+
+    io: str = "memory"
+    """How bytes move, for reports: ``memory``, ``direct``, ``buffered`` or ``socket``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back files, sockets and memory. Idempotent; no call may follow."""
+
+
+class SlotMedium(Medium):
+    """Numbered places of one size."""
+
+    slots: int
+    """How many places there are."""
+    slot_bytes: int
+    """Payload bytes of one place (a header page, where the medium keeps one, not counted)."""
+    header_bytes: int = 0
+    """Bytes that each item's first buffer holds before the payload: 0 in memory, one page on NVMe."""
+
+    @abstractmethod
+    def read(self, slots: Sequence[int], into: Sequence[Iovec]) -> list[Outcome]:
+        """Fill ``into[i]`` from place ``slots[i]``. ``into[i]`` may be shorter than the place: the rest is not read."""
+
+    @abstractmethod
+    def write(self, slots: Sequence[int], data: Sequence[Iovec]) -> list[Outcome]:
+        """Put ``data[i]`` into place ``slots[i]``. Returns when the bytes would survive what the medium survives."""
+
+    def view(self, slot: int) -> memoryview | None:
+        """The place itself, writable, where the CPU can address it; else None."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of a persistent medium's index: where an object is and what evicting it must know."""
+
+    slot: int
+    address: Address
+    parent: Address
+    depth: int
+    tenant: bytes
+    used: float
+    """Wall-clock seconds of last use."""
+    expires_at: float | None = None
+
+
+class Journal(ABC):
+    """The index that lets a slot medium outlive its process. A row proves nothing until its frame has been checked."""
+
+    @abstractmethod
+    def load(self) -> list[Record]:
+        """All rows that survived; rebuilt from header pages where the index was lost or corrupt."""
+
+    @abstractmethod
+    def commit(self, added: Sequence[Record], removed: Sequence[int]) -> None:
+        """One transaction: rows of ``removed`` slots go, ``added`` come. Raises ``MediumError``, then nothing changed."""
+
+    @abstractmethod
+    def touch(self, used: Iterable[tuple[int, float]]) -> None:
+        """Note recency (slot, wall-clock seconds). May be written late; losing it loses only order."""
+
+
+class PersistentSlotMedium(SlotMedium):
+    """A slot medium that outlives its process."""
+
+    journal: Journal
+
+    @abstractmethod
+    def remember(self, kind: str, digest: bytes, text: str) -> None:
+        """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""
+
+
+class KeyMedium(Medium):
+    """A place per name."""
+
+    @abstractmethod
+    def probe(self, names: Sequence[Address]) -> int:
+        """Length of the present prefix of ``names``, in one round trip. A hint: what it counted may be gone at the read."""
+
+    @abstractmethod
+    def read(self, names: Sequence[Address], into: Sequence[Iovec]) -> list[Outcome]:
+        """Fill ``into[i]`` with the value of ``names[i]``; ``nbytes`` is its true length. Longer than the room: FAILED."""
+
+    @abstractmethod
+    def write(self, names: Sequence[Address], data: Sequence[Iovec]) -> list[Outcome]:
+        """Store values whole, each visible at once or not at all."""
+
+    @abstractmethod
+    def touch(self, names: Sequence[Address]) -> None:
+        """Push back the expiry of all ``names`` (the whole prefix of a hit)."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[Address]) -> None:
+        """Remove; names that are absent are no error."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Address]:
+        """Every name that is present, in no order."""
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Raise ``MediumUnavailable`` or ``MediumRefused`` where the medium cannot be used now. Bounded by its timeout."""
+
+    @abstractmethod
+    def remember(self, kind: str, digest: bytes, text: str) -> None:
+        """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""

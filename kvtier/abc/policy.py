@@ -1,0 +1,51 @@
+"""Who goes first when room is needed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from dataclasses import dataclass
+
+from kvtier.key import Address
+
+
+@dataclass(frozen=True, slots=True)
+class EntryMeta:
+    """What a policy may know of an entry."""
+
+    parent: Address | None = None
+    depth: int = 0
+    nbytes: int = 0
+    cost: float = 0.0
+    """Seconds that making it again would take; 0 where nobody said."""
+    priority: int = 0
+    expires_at: float | None = None
+    tenant: bytes = b""
+
+
+class EvictionPolicy(ABC):
+    """Orders the entries of one pool.
+
+    Called under the pool owner's lock: no I/O, no locks, no clock of its own, and no move of bytes. ``now`` never runs
+    backwards. Whoever calls guarantees that every touched or removed entry was inserted. Ghosts (entries already gone)
+    are the policy's own business and bounded by the pool's capacity, which it is built with.
+    """
+
+    @abstractmethod
+    def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
+        """A new entry became resident."""
+
+    @abstractmethod
+    def touch(self, entry: Address, now: float) -> None:
+        """A resident entry was used."""
+
+    @abstractmethod
+    def remove(self, entry: Address, *, evicted: bool) -> None:
+        """A resident entry has gone: evicted as a victim (a ghost may stay), or dropped (none may)."""
+
+    @abstractmethod
+    def victims(self, count: int, protected: Container[Address], now: float) -> list[Address] | None:
+        """``count`` distinct resident entries outside ``protected``, first to go first; None where there are not so many.
+
+        Nothing changes: the caller says with ``remove`` which ones really went.
+        """

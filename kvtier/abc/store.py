@@ -1,0 +1,165 @@
+"""The verbs behind which the tiers stand."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kvtier.abc.medium import Outcome, SlotMedium
+from kvtier.key import Span
+
+Transfer: TypeAlias = "Future[list[Outcome]]"
+"""One asynchronous batch copy; its result has an outcome per block, in order, and never raises for the cache's own faults."""
+
+
+class Found(enum.Enum):
+    """What ``match`` says of a block."""
+
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+class Reason(enum.Enum):
+    """Why a block is missed, or why it went."""
+
+    NEVER_STORED = "never stored"
+    SAVE_DROPPED = "save dropped"
+    EVICTED = "evicted"
+    DECLINED = "declined by every lower tier"
+    BELOW_BREAK_EVEN = "loading would be slower than computing"
+    DEADLINE = "not here by the deadline"
+    SUM_FAILED = "content or identity did not prove"
+    READ_FAILED = "the tier could not read it"
+    TIER_DEGRADED = "tier degraded"
+    CLEARED = "cleared"
+    NO_LOAD = "the request asked not to load"
+    NO_ROOM = "no room to promote it"
+    BEHIND_A_MISS = "an earlier block of its chain is missing"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFound:
+    """One block's answer."""
+
+    found: Found
+    tier: str | None = None
+    """Name of the tier that has it (HIT: after promotion, the tier it came from)."""
+    reason: Reason | None = None
+    """Why it is a MISS."""
+
+
+class Match(ABC):
+    """What the store can give one request: one live match per request, and a lease on what it found.
+
+    ``blocks[i]`` answers for ``span.keys[i]``. A PENDING block turns into HIT or, at the deadline at the latest, MISS; a
+    block behind a MISS is a MISS. Statistics count once, when nothing is pending any more.
+    """
+
+    request_id: str
+    span: Span
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Sequence[BlockFound]:
+        """One answer per key, as of now."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> bool:
+        """Whether asking again may give more."""
+
+    @property
+    @abstractmethod
+    def hits(self) -> int:
+        """Length of the prefix of HITs."""
+
+    @property
+    @abstractmethod
+    def load_seconds(self) -> float:
+        """Estimated time to load the hits."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up the lease. Idempotent; a load under way keeps its own until it ends."""
+
+
+class Fence(Protocol):
+    """Something that a copy must wait for: a CUDA event, or nothing on a CPU."""
+
+    def wait(self) -> None:
+        """Block until everything before the fence has happened."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRange:
+    """Places of a slot medium: where a save reads from, or a load writes to."""
+
+    medium: SlotMedium
+    slots: Sequence[int]
+
+
+class Store(ABC):
+    """Tiers that keep blocks and give them back. Thread-safe; no verb waits for I/O, and none raises for the cache's faults."""
+
+    @abstractmethod
+    def match(self, request_id: str, span: Span, *, load: bool = True) -> Match:
+        """Look the span up and lease what is found. Asking again for a live request returns the same object.
+
+        What lies below DRAM is PENDING while its promotion runs. ``load=False`` finds nothing and says NO_LOAD.
+        """
+
+    @abstractmethod
+    def load(self, match: Match, into: SlotRange, after: Fence | None = None) -> Transfer:
+        """Copy the first ``len(into.slots)`` hits of ``match``, beginning with ``match.span.keys[0]``, then release it.
+
+        An outcome other than DONE means that the place holds garbage and that the block misses from now on.
+        """
+
+    @abstractmethod
+    def save(self, span: Span, source: SlotRange, after: Fence | None = None) -> Transfer:
+        """Keep the span's blocks, one per slot of ``source``. Present blocks are a no-op (DONE with 0 bytes).
+
+        The caller leaves the source slots untouched until the transfer is done. No room: FAILED with the reason.
+        """
+
+    @abstractmethod
+    def prefetch(self, span: Span) -> None:
+        """Start promoting what lies below DRAM, at lower urgency than any load."""
+
+    @abstractmethod
+    def drop(self, keys: Span, reason: Reason) -> None:
+        """Forget blocks everywhere; from now on they miss for ``reason``."""
+
+    @abstractmethod
+    def forget(self, request_id: str) -> None:
+        """The request has ended: its match, if any is live, is released. Idempotent."""
+
+    @abstractmethod
+    def explain(self, request_id: str) -> list[BlockFound]:
+        """The answers of the request's last match (kept for the last few thousand requests); empty where unknown."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges as plain values, per tier."""
+
+    @abstractmethod
+    def health(self) -> dict[str, str]:
+        """Tier name to ``ok`` or ``degraded: <why>``."""
+
+    @abstractmethod
+    def check_integrity(self) -> list[str]:
+        """Every disagreement between counters, indexes and media, in words; empty where all is well."""
+
+    @abstractmethod
+    def drain(self, timeout: float) -> bool:
+        """Write what a tier with write mode ``back`` still lacks and end all transfers; whether it was done in time (seconds)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop threads and close media; what was not drained is lost. Idempotent."""

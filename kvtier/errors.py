@@ -1,0 +1,53 @@
+"""Every exception that leaves kvtier, as one tree.
+
+    KvtierError
+    |-- ConfigError            a setting, URL or model is wrong: exit code 2, the message says what to change
+    |   |-- CapacityError      more was asked than disk, memory or cgroup allow
+    |   `-- ModelError         a checkpoint is missing or is of a kind that is not supported
+    |-- RequestError           one request's fault: HTTP 400
+    |-- MediumError            a medium failed; inside the store this is a miss, never an exception for the engine
+    |   |-- MediumUnavailable  it does not answer (degraded; it may come back)
+    |   |-- MediumRefused      it answers and refuses (wrong password, plain text to a TLS port, out of memory)
+    |   `-- MediumFull         it has no room left
+    `-- CorruptFrame           bytes that are not what their header, their key or their sum says
+"""
+
+
+class KvtierError(Exception):
+    """The root of everything that kvtier raises."""
+
+
+class ConfigError(KvtierError):
+    """A setting, a URL or a model is wrong; the message says what to change."""
+
+
+class CapacityError(ConfigError):
+    """More was asked than the machine allows; the message names asked, available and where."""
+
+
+class ModelError(ConfigError):
+    """A checkpoint is missing or is of a kind that is not supported."""
+
+
+class RequestError(KvtierError):
+    """A request cannot be served as it was made (HTTP 400)."""
+
+
+class MediumError(KvtierError):
+    """A medium failed. The store turns this into misses and a metric."""
+
+
+class MediumUnavailable(MediumError):
+    """The medium does not answer; its tier is degraded until it does."""
+
+
+class MediumRefused(MediumError):
+    """The medium answers and refuses: credentials, TLS, memory."""
+
+
+class MediumFull(MediumError):
+    """The medium has no room left for what was to be written."""
+
+
+class CorruptFrame(KvtierError):
+    """Bytes are not what their header, their key or their sum says."""

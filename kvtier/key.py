@@ -1,0 +1,249 @@
+"""Identity, scope and the chain of block keys.
+
+``key[i] = H(key[i-1] | tokens of block i | extras of block i)`` and ``key[-1] = H(identity | scope)``: H is blake2b with
+a 32-byte digest; ``|`` joins parts, each preceded by its length as uint32 little-endian; tokens are uint32 little-endian;
+identity, scope and extras are msgpack arrays with their fields in declared order, shortest encodings, absent = nil. The
+golden vectors in ``tests/vectors/keys.json`` are the specification: any process, machine or language gives these bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import NewType
+
+import msgpack
+import numpy as np
+
+from kvtier.layout import Layout
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes that name a block of one chain: equal keys mean interchangeable bytes."""
+
+KEY_BYTES = 32
+SCHEMA_VERSION = 1
+"""Raised whenever the meaning of stored bytes changes; part of the identity."""
+
+_LENGTH = struct.Struct("<I")
+
+
+def _joined(*parts: bytes) -> bytes:
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.blake2b(_joined(*parts), digest_size=KEY_BYTES).digest()
+
+
+def _packed(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What is fixed for an engine and must match before bytes may be reused."""
+
+    model: str
+    """Model name, never a path."""
+    weights: str
+    """Revision of the weights or, without one, the fingerprint of config and tensors."""
+    kv_dtype: str
+    """Effective dtype of K and V at rest (``auto`` is resolved before it gets here)."""
+    layout: Layout
+    """Geometry of the whole model's block, before sharding."""
+    rope: str | None = None
+    """Rope or attention overrides that change K or V, in one canonical string."""
+    codec: str | None = None
+    """Lossy codec applied at save; None where bytes come back as they were."""
+    engine_format: str | None = None
+    """How the engine packs the inside of a block where that is not the layout's plain order (for instance a CPU ISA)."""
+    schema: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.model or "/" == self.model[:1]:
+            raise ValueError(f"an identity needs a model name, not a path: {self.model!r}")
+        if not self.weights:
+            raise ValueError("an identity needs the weights' revision or fingerprint")
+
+    def packed(self) -> bytes:
+        return _packed(
+            [
+                self.model,
+                self.weights,
+                self.kv_dtype,
+                self.layout.fields(),
+                self.rope,
+                self.layout.block_tokens,
+                self.codec,
+                self.engine_format,
+                self.schema,
+            ]
+        )
+
+    def digest(self) -> bytes:
+        """32 bytes that stand for this identity in frames and records."""
+        return _digest(self.packed())
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: its name and a digest of its content."""
+
+    name: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What varies by request and separates otherwise equal prompts."""
+
+    tenant: bytes | None = None
+    """The tenant's secret: whoever does not know it cannot form the tenant's keys."""
+    adapter: Adapter | None = None
+    salt: str | None = None
+    """Cache salt of the request. The empty string is a salt of its own, not "no salt"."""
+    epoch: int = 0
+    """Clear epoch (uint32), 0 until something is cleared."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epoch < 1 << 32:
+            raise ValueError(f"clear epoch must fit uint32, got {self.epoch}")
+
+    def __repr__(self) -> str:
+        tenant = "None" if self.tenant is None else f"<secret, id {self.tenant_id.hex()}>"
+        adapter = None if self.adapter is None else self.adapter.name
+        salted = "None" if self.salt is None else "<set>"
+        return f"Scope(tenant={tenant}, adapter={adapter!r}, salt={salted}, epoch={self.epoch})"
+
+    @property
+    def tenant_id(self) -> bytes:
+        """16 bytes that name the tenant in frames and records without giving its secret away."""
+        if self.tenant is None:
+            return bytes(16)
+        return hashlib.blake2b(self.tenant, digest_size=16, person=b"kvtier-tenant").digest()
+
+    def packed(self) -> bytes:
+        adapter = None if self.adapter is None else list(astuple(self.adapter))
+        return _packed([self.tenant, adapter, self.salt, self.epoch])
+
+    def digest(self) -> bytes:
+        """32 bytes that stand for this scope in frames and records."""
+        return _digest(self.packed())
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Content that stands behind placeholder tokens: an image or an embedding."""
+
+    kind: str
+    """``image`` or ``embedding``."""
+    position: int
+    """Index of its first token inside the block; 0 for a span that began in an earlier block."""
+    digest: bytes
+    """Digest of the whole content, never shortened."""
+    offset: int = 0
+    """How many of the span's tokens lie in earlier blocks."""
+
+
+def root_key(identity: Identity, scope: Scope) -> BlockKey:
+    """``key[-1]``: the parent of every chain's first block."""
+    return BlockKey(_digest(identity.packed(), scope.packed()))
+
+
+def foreign_key(identity: Identity, scope: Scope, engine_hash: bytes) -> BlockKey:
+    """The key of a block that an engine with a chain of its own has already hashed."""
+    return BlockKey(_digest(identity.packed(), scope.packed(), engine_hash))
+
+
+def chain_keys(
+    parent: BlockKey,
+    tokens: Sequence[int] | np.ndarray,
+    block_tokens: int,
+    extras: Mapping[int, Sequence[Extra]] | None = None,
+) -> list[BlockKey]:
+    """Keys of the full blocks of ``tokens``, the first of which follows ``parent``.
+
+    ``extras`` maps a block's index in this call to its extras in position order. A partly filled last block has no key.
+    Token ids outside uint32 raise ``OverflowError``.
+    """
+    count = len(tokens) // block_tokens
+    ids = np.asarray(tokens[: count * block_tokens])
+    if ids.size and (ids.min() < 0 or ids.max() >= 1 << 32):
+        raise OverflowError("token ids must fit uint32")
+    raw = ids.astype("<u4").tobytes()
+    size = 4 * block_tokens
+    before = _LENGTH.pack(KEY_BYTES)
+    between = _LENGTH.pack(size)
+    none = _joined(_packed(None))
+    blake2b = hashlib.blake2b
+    keys: list[BlockKey] = []
+    key: bytes = parent
+    for index in range(count):
+        held = extras.get(index) if extras else None
+        last = none if not held else _joined(_packed([list(astuple(extra)) for extra in held]))
+        key = blake2b(before + key + between + raw[index * size : index * size + size] + last, digest_size=KEY_BYTES).digest()
+        keys.append(BlockKey(key))
+    return keys
+
+
+Address = NewType("Address", bytes)
+"""What a stored object is found by: a key followed by the shard it holds (40 bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a block one object holds."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_stage: int = 0
+    group: int = 0
+    """Index of the cache group in the layout."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size < 1 << 16:
+            raise ValueError(f"tp rank {self.tp_rank} of {self.tp_size}")
+
+    def packed(self) -> bytes:
+        """8 bytes, four uint16 little-endian, in declared order."""
+        return struct.pack("<4H", self.tp_rank, self.tp_size, self.pp_stage, self.group)
+
+
+def address(key: BlockKey, shard: Shard) -> Address:
+    return Address(key + shard.packed())
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a block comes from, as its frame records it."""
+
+    identity: bytes
+    """Digest of the identity, 32 bytes."""
+    scope: bytes
+    """Digest of the scope, 32 bytes."""
+    tenant: bytes
+    """Tenant id, 16 bytes, never the secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive blocks of one chain: what match, load and save talk about. Plain data, safe to send."""
+
+    origin: Origin
+    parent: BlockKey
+    """Key before the first of ``keys`` (the root's key for depth 0)."""
+    depth: int
+    """Index of the first of ``keys`` in its chain."""
+    keys: tuple[BlockKey, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def tail(self, start: int) -> Span:
+        """The same span without its first ``start`` blocks."""
+        if start == 0:
+            return self
+        return Span(self.origin, self.keys[start - 1], self.depth + start, self.keys[start:])

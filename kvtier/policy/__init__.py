@@ -1,0 +1,1 @@
+"""Eviction policies: who goes first when a pool needs room."""

@@ -1,0 +1,338 @@
+"""Paging, the idea of the whole house: numbered slots, handed out, named, counted and taken back.
+
+The engine's HBM cache, the DRAM arena and the NVMe file are each a ``BlockPool`` over a slot-addressed medium. The pool
+moves no bytes and takes no lock: its owner calls it under one lock of its own.
+
+    FREE -- allocate --> WRITING -- commit --> READY -- retire --> RETIRING -- last release --> FREE
+                            |                                                     ^
+                            `---------------- last release (never named) ---------'
+
+free + writing + ready + retiring = capacity, always.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+
+from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.key import Address
+
+Slot = NewType("Slot", int)
+"""Number of a place in a slot-addressed medium."""
+
+FREE, WRITING, READY, RETIRING = range(4)
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Slots that now belong to the caller, and what had to go for them."""
+
+    slots: list[Slot]
+    evicted: list[Address]
+
+
+class _Held(Container[Address]):
+    """Entries that must not be evicted: referenced ones, and those already chosen or given up in this round."""
+
+    def __init__(self, pool: BlockPool, also: set[Address]) -> None:
+        self._slot_of = pool._slot_of
+        self._refs = pool._refs
+        self._also = also
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._also or self._refs[self._slot_of[entry]] > 0  # type: ignore[index]
+
+
+class BlockPool:
+    """Slots, free list, entry -> slot map, reference counts and eviction order over the tree of entries.
+
+    A slot that was allocated, acquired or retired carries one reference of the caller's; the last release frees it, unless
+    it is READY: then it stays, evictable. A resident entry with resident children gives way to a childless descendant, so
+    a shared preamble outlives its branches whatever the policy says. Commit and touch chains tail first: then the tail is
+    also what the policy names first.
+    """
+
+    def __init__(self, slots: int, policy: EvictionPolicy) -> None:
+        if slots < 1:
+            raise ValueError(f"a pool needs at least one slot, got {slots}")
+        self.capacity = slots
+        self._policy = policy
+        self._free: list[Slot] = [Slot(slot) for slot in range(slots - 1, -1, -1)]
+        self._slot_of: dict[Address, Slot] = {}
+        self._entry: list[Address | None] = [None] * slots
+        self._state = np.zeros(slots, dtype=np.int8)
+        self._refs = np.zeros(slots, dtype=np.int32)
+        self._parent = array("i", [NONE]) * slots
+        self._child = array("i", [NONE]) * slots
+        self._next = array("i", [NONE]) * slots
+        self._previous = array("i", [NONE]) * slots
+        self._orphans: dict[Address, int] = {}
+        self._awaited: dict[int, Address] = {}
+        self._retiring = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def ready(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def retiring(self) -> int:
+        return self._retiring
+
+    @property
+    def writing(self) -> int:
+        return self.capacity - self.free - self.ready - self._retiring
+
+    @property
+    def referenced(self) -> int:
+        """Slots with at least one reference, in whatever state."""
+        return int(np.count_nonzero(self._refs))
+
+    @property
+    def evictable(self) -> int:
+        """READY slots that nobody references."""
+        return int(np.count_nonzero((self._state == READY) & (self._refs == 0)))
+
+    def lookup(self, entries: Sequence[Address]) -> list[Slot]:
+        """Slots of the longest resident prefix of ``entries``; takes no reference."""
+        slots = list(map(self._slot_of.get, entries))
+        if None in slots:
+            del slots[slots.index(None) :]
+        return slots  # type: ignore[return-value]
+
+    def slot(self, entry: Address) -> Slot | None:
+        return self._slot_of.get(entry)
+
+    def entry(self, slot: Slot) -> Address | None:
+        return self._entry[slot]
+
+    def entries(self) -> list[Address]:
+        """Every resident entry, in no order."""
+        return list(self._slot_of)
+
+    def references(self, slot: Slot) -> int:
+        return int(self._refs[slot])
+
+    def has_children(self, slot: Slot) -> bool:
+        return self._child[slot] != NONE
+
+    def allocate(self, count: int, now: float, *, evict: bool = True) -> Allocation | None:
+        """``count`` WRITING slots with one reference each, evicting where the free list does not suffice; else None."""
+        evicted: list[Address] = []
+        short = count - len(self._free)
+        if short > 0:
+            victims = self.victims(short, now) if evict else None
+            if victims is None:
+                return None
+            for slot in victims:
+                evicted.append(self.retire(slot, evicted=True))
+            self.release(victims, now)
+        slots = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        slots.reverse()
+        self._state[slots] = WRITING
+        self._refs[slots] = 1
+        return Allocation(slots, evicted)
+
+    def commit(self, slot: Slot, entry: Address, meta: EntryMeta, now: float) -> bool:
+        """Show a WRITING slot as ``entry``. False where another slot has it already: the first copy wins, this one stays WRITING."""
+        assert self._state[slot] == WRITING, f"slot {slot} is not being written"
+        if entry in self._slot_of:
+            return False
+        self._slot_of[entry] = slot
+        self._entry[slot] = entry
+        self._state[slot] = READY
+        self._link(slot, entry, meta.parent)
+        self._policy.insert(entry, meta, now)
+        return True
+
+    def adopt(self, slot: Slot, entry: Address, meta: EntryMeta, now: float) -> bool:
+        """At recovery: take a particular FREE slot and show it as ``entry``, unreferenced. Follow with ``adopted``."""
+        assert self._state[slot] == FREE, f"slot {slot} is taken"
+        self._state[slot] = WRITING
+        shown = self.commit(slot, entry, meta, now)
+        if not shown:
+            self._state[slot] = FREE
+        return shown
+
+    def adopted(self) -> None:
+        """End of recovery: the free list is what was not adopted."""
+        self._free = [Slot(int(slot)) for slot in np.flatnonzero(self._state == FREE)[::-1]]
+
+    def touch(self, slots: Sequence[Slot], now: float) -> None:
+        """Note a use of a chain's READY slots (given head first)."""
+        touch, entry = self._policy.touch, self._entry
+        for slot in reversed(slots):
+            name = entry[slot]
+            if name is not None:
+                touch(name, now)
+
+    def acquire(self, slots: Sequence[Slot]) -> None:
+        """One more reference to each of ``slots`` (distinct, not FREE)."""
+        self._refs[slots] += 1
+
+    def release(self, slots: Sequence[Slot], now: float) -> None:
+        """One reference less for each of ``slots`` (distinct); whatever is not READY and has none left becomes FREE."""
+        if not len(slots):
+            return
+        refs = self._refs[slots] - 1
+        assert refs.min() >= 0, "released more often than acquired"
+        self._refs[slots] = refs
+        for index in np.flatnonzero(refs == 0)[::-1]:
+            slot = slots[index]
+            state = self._state[slot]
+            if state != READY:
+                self._retiring -= int(state == RETIRING)
+                self._state[slot] = FREE
+                self._free.append(slot)
+
+    def victims(self, count: int, now: float) -> list[Slot] | None:
+        """``count`` READY, unreferenced slots in the order they should go, children before parents; None if there are not so many."""
+        chosen: list[Slot] = []
+        names: set[Address] = set()
+        held = _Held(self, names)
+        path: list[int] = []
+        on_path: set[int] = set()
+        refused: set[int] = set()
+        while len(chosen) < count:
+            nominees = self._policy.victims(min(count - len(chosen), self.ready - len(names)) or 1, held, now)
+            if nominees is None:
+                nominees = self._policy.victims(1, held, now)
+                if nominees is None:
+                    return None
+            for nominee in nominees:
+                if nominee in names:
+                    continue
+                slot: int = self._slot_of[nominee]
+                if slot not in on_path:
+                    path, on_path = [slot], {slot}
+                leaf = self._descend(path, on_path, names, refused)
+                if leaf == NONE:
+                    names.add(nominee)
+                    continue
+                entry = self._entry[leaf]
+                assert entry is not None
+                names.add(entry)
+                chosen.append(Slot(leaf))
+                if len(chosen) == count:
+                    break
+        return chosen
+
+    def retire(self, slot: Slot, *, evicted: bool) -> Address:
+        """Take a READY slot's entry off the map at once; the slot is RETIRING, with one reference more, until released."""
+        entry = self._entry[slot]
+        assert entry is not None and self._state[slot] == READY, f"slot {slot} is not ready"
+        del self._slot_of[entry]
+        self._entry[slot] = None
+        self._state[slot] = RETIRING
+        self._retiring += 1
+        self._refs[slot] += 1
+        self._unlink(slot, entry)
+        self._policy.remove(entry, evicted=evicted)
+        return entry
+
+    def check(self) -> list[str]:
+        """Disagreements between map, states, counts and tree, in words."""
+        found: list[str] = []
+        counts = np.bincount(self._state, minlength=4)
+        if counts[FREE] != len(self._free) or len(set(self._free)) != len(self._free):
+            found.append(f"free list has {len(self._free)} slots, {counts[FREE]} are free")
+        if counts[READY] != len(self._slot_of):
+            found.append(f"{len(self._slot_of)} entries are named, {counts[READY]} slots are ready")
+        if counts[RETIRING] != self._retiring:
+            found.append(f"{self._retiring} slots count as retiring, {counts[RETIRING]} are")
+        if int((self._refs < 0).sum()) or self._refs[self._free].any():
+            found.append("a free slot is referenced, or a count is negative")
+        for entry, slot in self._slot_of.items():
+            if self._entry[slot] != entry:
+                found.append(f"entry {entry[:4].hex()} names slot {slot}, which holds another")
+            child = self._child[slot]
+            while child != NONE:
+                if self._parent[child] != slot or self._state[child] != READY:
+                    found.append(f"slot {child} hangs under slot {slot} and should not")
+                    break
+                child = self._next[child]
+        return found
+
+    def _descend(self, path: list[int], on_path: set[int], chosen: set[Address], refused: set[int]) -> int:
+        """Go on from the end of ``path`` to a descendant without children left, and cut it off the path. NONE: all are held.
+
+        ``refused`` collects the slots that cannot go in this round: referenced ones and everything above them.
+        """
+        while path:
+            slot = path[-1]
+            child = self._child[slot]
+            held_below = False
+            while child != NONE:
+                if child not in refused and self._entry[child] not in chosen:
+                    break
+                held_below = held_below or child in refused
+                child = self._next[child]
+            if child != NONE:
+                path.append(child)
+                on_path.add(child)
+                continue
+            path.pop()
+            on_path.discard(slot)
+            if not held_below and self._refs[slot] == 0:
+                return slot
+            refused.add(slot)
+        return NONE
+
+    def _link(self, slot: int, entry: Address, parent: Address | None) -> None:
+        children = self._orphans.pop(entry, NONE)
+        if children != NONE:
+            del self._awaited[children]
+            self._child[slot] = children
+            while children != NONE:
+                self._parent[children] = slot
+                children = self._next[children]
+        if parent is None:
+            return
+        above = self._slot_of.get(parent)
+        if above is None:
+            first = self._orphans.get(parent, NONE)
+            self._awaited.pop(first, None)
+            self._orphans[parent] = slot
+            self._awaited[slot] = parent
+        else:
+            first = self._child[above]
+            self._child[above] = slot
+            self._parent[slot] = above
+        self._next[slot] = first
+        if first != NONE:
+            self._previous[first] = slot
+
+    def _unlink(self, slot: int, entry: Address) -> None:
+        before, after, above = self._previous[slot], self._next[slot], self._parent[slot]
+        awaited = self._awaited.pop(slot, None)
+        if before != NONE:
+            self._next[before] = after
+        elif above != NONE:
+            self._child[above] = after
+        elif awaited is not None:
+            if after == NONE:
+                del self._orphans[awaited]
+            else:
+                self._orphans[awaited] = after
+                self._awaited[after] = awaited
+        if after != NONE:
+            self._previous[after] = before
+        children = self._child[slot]
+        if children != NONE:
+            self._orphans[entry] = children
+            self._awaited[children] = entry
+            child = children
+            while child != NONE:
+                self._parent[child] = NONE
+                child = self._next[child]
+        self._parent[slot] = self._child[slot] = self._next[slot] = self._previous[slot] = NONE

@@ -1,0 +1,181 @@
+"""The pool: slots, references, order over the tree, and the equation of its states."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kvtier.abc.policy import EntryMeta
+from kvtier.key import Address
+from kvtier.policy.lru import LruPolicy
+from kvtier.pool import BlockPool, Slot
+
+
+def entry(name: str) -> Address:
+    return Address(name.encode().ljust(40, b"."))
+
+
+def make_pool(slots: int) -> BlockPool:
+    return BlockPool(slots, LruPolicy(slots))
+
+
+def put(pool: BlockPool, chain: list[Address], parent: Address | None = None, now: float = 0.0) -> list[Slot]:
+    """Commit a chain tail first and let it go, as a finished request does."""
+    got = pool.allocate(len(chain), now)
+    assert got is not None
+    parents = [parent, *chain[:-1]]
+    for slot, name, above in reversed(list(zip(got.slots, chain, parents, strict=True))):
+        assert pool.commit(slot, name, EntryMeta(parent=above), now)
+    pool.release(got.slots, now)
+    assert not pool.check()
+    return got.slots
+
+
+def names(prefix: str, count: int) -> list[Address]:
+    return [entry(f"{prefix}{index}") for index in range(count)]
+
+
+def test_lookup_is_the_longest_resident_prefix() -> None:
+    pool = make_pool(8)
+    chain = names("a", 4)
+    slots = put(pool, chain)
+    assert pool.lookup(chain + names("b", 1)) == slots
+    assert pool.lookup([chain[0], entry("hole"), chain[2]]) == slots[:1]
+
+
+def test_a_slot_in_writing_is_invisible_and_its_abort_leaves_no_trace() -> None:
+    pool = make_pool(2)
+    got = pool.allocate(2, 0.0)
+    assert got is not None and pool.writing == 2 and pool.ready == 0
+    assert pool.allocate(1, 0.0) is None
+    pool.release(got.slots, 0.0)
+    assert pool.free == 2 and not pool.check()
+
+
+def test_the_first_committed_copy_wins() -> None:
+    pool = make_pool(2)
+    first = put(pool, [entry("a")])
+    again = pool.allocate(1, 0.0)
+    assert again is not None
+    assert not pool.commit(again.slots[0], entry("a"), EntryMeta(), 0.0)
+    assert pool.writing == 1 and pool.lookup([entry("a")]) == first
+    pool.release(again.slots, 0.0)
+    assert pool.free == 1 and not pool.check()
+
+
+def test_referenced_blocks_are_never_evicted() -> None:
+    pool = make_pool(4)
+    slots = put(pool, names("a", 4))
+    pool.acquire(slots[:2])
+    got = pool.allocate(2, 1.0)
+    assert got is not None and got.evicted == [entry("a3"), entry("a2")]
+    assert pool.allocate(1, 1.0) is None
+    pool.release(slots[:2], 1.0)
+    assert pool.allocate(1, 1.0) is not None
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_shared_preamble_outlives_its_branches(share: float) -> None:
+    pool = make_pool(1010)
+    preamble = names("p", 10)
+    put(pool, preamble)
+    for branch in range(100):
+        put(pool, names(f"b{branch}-", 10), parent=preamble[-1], now=1.0 + branch)
+    gone = pool.allocate(int(1010 * share), 1000.0)
+    assert gone is not None
+    assert len(pool.lookup(preamble)) == 10
+    assert not pool.check()
+
+
+def test_children_go_before_parents_even_where_the_policy_names_heads() -> None:
+    pool = make_pool(300)
+    chain = names("a", 300)
+    got = pool.allocate(300, 0.0)
+    assert got is not None
+    for slot, name, above in zip(got.slots, chain, [None, *chain[:-1]], strict=True):  # head first: heads are oldest
+        pool.commit(slot, name, EntryMeta(parent=above), 0.0)
+    pool.release(got.slots, 0.0)
+    victims = pool.victims(200, 1.0)
+    assert victims is not None
+    assert [pool.entry(slot) for slot in victims] == chain[:99:-1]
+
+
+def test_a_parent_with_a_referenced_descendant_stays() -> None:
+    pool = make_pool(6)
+    trunk = names("t", 2)
+    put(pool, trunk)
+    left = put(pool, names("l", 2), parent=trunk[-1])
+    put(pool, names("r", 2), parent=trunk[-1])
+    pool.acquire(left[-1:])
+    assert pool.victims(3, 1.0) is None
+    got = pool.allocate(2, 1.0)
+    assert got is not None and set(got.evicted) == set(names("r", 2))
+    assert len(pool.lookup([*trunk, *names("l", 2)])) == 4
+
+
+def test_orphans_find_their_parent_when_it_comes_back() -> None:
+    pool = make_pool(4)
+    chain = names("a", 3)
+    slots = put(pool, chain)
+    retired = pool.retire(slots[0], evicted=False)
+    assert retired == chain[0] and pool.retiring == 1
+    pool.release([slots[0]], 1.0)
+    assert pool.lookup(chain) == [] and not pool.check()
+    back = pool.allocate(1, 2.0)
+    assert back is not None and pool.commit(back.slots[0], chain[0], EntryMeta(), 2.0)
+    assert pool.has_children(back.slots[0])
+    assert len(pool.lookup(chain)) == 3 and not pool.check()
+
+
+def test_states_always_add_up_under_random_use() -> None:
+    seed = 20
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pool = make_pool(64)
+    held: list[list[Slot]] = []
+    for step in range(5000):
+        now = float(step)
+        choice = rng.random()
+        if choice < 0.4:
+            root = rng.randrange(12)
+            length = rng.randrange(1, 12)
+            chain = names(f"{root}-", length)
+            have = pool.lookup(chain)
+            pool.acquire(have)
+            got = pool.allocate(length - len(have), now)
+            if got is None:
+                pool.release(have, now)
+                continue
+            parents = [None, *chain[:-1]]
+            for slot, name, above in reversed(list(zip(got.slots, chain[len(have) :], parents[len(have) :], strict=True))):
+                pool.commit(slot, name, EntryMeta(parent=above), now)
+            pool.touch(have + got.slots, now)
+            held.append(have + got.slots)
+        elif choice < 0.8 and held:
+            pool.release(held.pop(rng.randrange(len(held))), now)
+        elif pool.ready:
+            victim = pool.slot(rng.choice(pool.entries()))
+            assert victim is not None
+            pool.retire(victim, evicted=False)
+            pool.release([victim], now)
+        assert pool.free + pool.writing + pool.ready + pool.retiring == pool.capacity
+        assert pool.check() == []
+    for slots in held:
+        pool.release(slots, 5000.0)
+    assert pool.referenced == 0 and pool.writing == 0 and pool.retiring == 0
+
+
+def test_match_and_eviction_are_batch_work() -> None:
+    pool = make_pool(20_000)
+    chain = names("a", 20_000)
+    put(pool, chain)
+    start = time.perf_counter()
+    slots = pool.lookup(chain[:6250])
+    pool.acquire(slots)
+    pool.release(slots, 1.0)
+    print(f"match + references of 6,250: {1e3 * (time.perf_counter() - start):.2f} ms")
+    start = time.perf_counter()
+    assert pool.victims(64, 1.0) is not None
+    print(f"64 victims of 20,000: {1e3 * (time.perf_counter() - start):.2f} ms")

@@ -1,0 +1,81 @@
+"""What this machine, or the container around this process, has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.quantity import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """An amount of memory and what sets it."""
+
+    nbytes: Bytes
+    where: str
+    """``memory`` or the path of the cgroup whose limit is the tightest."""
+
+
+def _meminfo(root: Path) -> int | None:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _reclaimable(stat: Path) -> int:
+    """Page cache that the kernel gives back before it kills: counted as used by the cgroup, free to us."""
+    try:
+        rows = dict(line.split() for line in stat.read_text().splitlines())
+        return int(rows.get("inactive_file", rows.get("total_inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(folder, limit file, usage file) of this process's memory cgroup and each of its parents, versions 1 and 2."""
+    try:
+        rows = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for row in rows:
+        if len(row) != 3 or not (row[1] == "" or "memory" in row[1].split(",")):
+            continue
+        unified = row[1] == ""
+        top = root / ("sys/fs/cgroup" if unified else "sys/fs/cgroup/memory")
+        names = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        inside = top / row[2].lstrip("/")
+        # In a container the path may be the host's: then only the mount's own root says something.
+        for folder in [inside, *inside.parents]:
+            yield folder, *names
+            if folder == top:
+                break
+
+
+def available_memory(root: Path = Path("/")) -> Available:
+    """Memory that this process may still take: the least of what the machine and each cgroup around it have left.
+
+    ``root`` stands for ``/`` in tests. Where the kernel says nothing, 1 GiB is assumed.
+    """
+    machine = _meminfo(root)
+    least = Available(Bytes(1 << 30 if machine is None else machine), "memory")
+    for folder, limit_name, usage_name in _cgroups(root):
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is None:
+            continue
+        left = max(0, limit - max(0, (usage or 0) - _reclaimable(folder / "memory.stat")))
+        if left < least.nbytes:
+            least = Available(Bytes(left), str(folder / limit_name))
+    return least

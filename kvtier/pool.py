@@ -38,15 +38,16 @@ class Allocation:
 
 
 class _Held(Container[Address]):
-    """Entries that must not be evicted: referenced ones, and those already chosen or given up in this round."""
+    """Entries that must not be evicted: referenced or kept ones, and those already chosen or given up in this round."""
 
-    def __init__(self, pool: BlockPool, also: set[Address]) -> None:
+    def __init__(self, pool: BlockPool, also: set[Address], keep: Container[Address]) -> None:
         self._slot_of = pool._slot_of
         self._refs = pool._refs
-        self._also = also
+        self.gone = also
+        self._keep = keep
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self._also or self._refs[self._slot_of[entry]] > 0  # type: ignore[index]
+        return entry in self.gone or self._refs[self._slot_of[entry]] > 0 or entry in self._keep  # type: ignore[index]
 
 
 class BlockPool:
@@ -125,12 +126,17 @@ class BlockPool:
     def has_children(self, slot: Slot) -> bool:
         return self._child[slot] != NONE
 
-    def allocate(self, count: int, now: float, *, evict: bool = True) -> Allocation | None:
-        """``count`` WRITING slots with one reference each, evicting where the free list does not suffice; else None."""
+    def allocate(
+        self, count: int, now: float, *, evict: bool = True, keep: Container[Address] = ()
+    ) -> Allocation | None:
+        """``count`` WRITING slots with one reference each, evicting where the free list does not suffice; else None.
+
+        Nothing in ``keep`` is evicted.
+        """
         evicted: list[Address] = []
         short = count - len(self._free)
         if short > 0:
-            victims = self.victims(short, now) if evict else None
+            victims = self.victims(short, now, keep) if evict else None
             if victims is None:
                 return None
             for slot in victims:
@@ -195,11 +201,11 @@ class BlockPool:
                 self._state[slot] = FREE
                 self._free.append(slot)
 
-    def victims(self, count: int, now: float) -> list[Slot] | None:
-        """``count`` READY, unreferenced slots in the order they should go, children before parents; None if there are not so many."""
+    def victims(self, count: int, now: float, keep: Container[Address] = ()) -> list[Slot] | None:
+        """``count`` READY, unreferenced slots in the order they should go, children before parents; None if there are fewer."""
         chosen: list[Slot] = []
         names: set[Address] = set()
-        held = _Held(self, names)
+        held = _Held(self, names, keep)
         path: list[int] = []
         on_path: set[int] = set()
         refused: set[int] = set()
@@ -215,7 +221,7 @@ class BlockPool:
                 slot: int = self._slot_of[nominee]
                 if slot not in on_path:
                     path, on_path = [slot], {slot}
-                leaf = self._descend(path, on_path, names, refused)
+                leaf = self._descend(path, on_path, held, refused)
                 if leaf == NONE:
                     names.add(nominee)
                     continue
@@ -226,6 +232,16 @@ class BlockPool:
                 if len(chosen) == count:
                     break
         return chosen
+
+    def coldest(self, count: int, now: float, keep: Container[Address] = ()) -> list[Slot]:
+        """Up to ``count`` READY, unreferenced slots outside ``keep`` in the policy's order alone: what will want to go next."""
+        held = _Held(self, set(), keep)
+        while count:
+            entries = self._policy.victims(count, held, now)
+            if entries is not None:
+                return [self._slot_of[entry] for entry in entries]
+            count //= 2
+        return []
 
     def retire(self, slot: Slot, *, evicted: bool) -> Address:
         """Take a READY slot's entry off the map at once; the slot is RETIRING, with one reference more, until released."""
@@ -263,7 +279,7 @@ class BlockPool:
                 child = self._next[child]
         return found
 
-    def _descend(self, path: list[int], on_path: set[int], chosen: set[Address], refused: set[int]) -> int:
+    def _descend(self, path: list[int], on_path: set[int], held: _Held, refused: set[int]) -> int:
         """Go on from the end of ``path`` to a descendant without children left, and cut it off the path. NONE: all are held.
 
         ``refused`` collects the slots that cannot go in this round: referenced ones and everything above them.
@@ -273,7 +289,7 @@ class BlockPool:
             child = self._child[slot]
             held_below = False
             while child != NONE:
-                if child not in refused and self._entry[child] not in chosen:
+                if child not in refused and self._entry[child] not in held.gone:
                     break
                 held_below = held_below or child in refused
                 child = self._next[child]
@@ -283,7 +299,7 @@ class BlockPool:
                 continue
             path.pop()
             on_path.discard(slot)
-            if not held_below and self._refs[slot] == 0:
+            if not held_below and self._entry[slot] not in held:
                 return slot
             refused.add(slot)
         return NONE

@@ -56,10 +56,13 @@ class SchedulerConnector(ABC):
     """The half that decides."""
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request_id: str, span: Span) -> int | None:
-        """Tokens of ``span`` (what follows the engine's own hit) that can be loaded; None: ask again later.
+    def get_num_new_matched_tokens(self, request_id: str, span: Span, computed_blocks: int = 0) -> int | None:
+        """Tokens that can be loaded after the engine's own hit; None: ask again later.
 
-        The span never covers the prompt's last token. Cheap, without side effect when repeated, never blocks.
+        ``span`` is the whole prompt from depth 0, less its last token; the engine has its first ``computed_blocks`` itself.
+        They are passed all the same, because a hit refreshes the whole prefix in every tier: otherwise the head of a chain
+        that HBM keeps hitting grows cold below, goes first and orphans its tail. Cheap, without side effect when repeated,
+        never blocks.
         """
 
     @abstractmethod

@@ -56,12 +56,14 @@ class BlockFound:
 class Match(ABC):
     """What the store can give one request: one live match per request, and a lease on what it found.
 
-    ``blocks[i]`` answers for ``span.keys[i]``. A PENDING block turns into HIT or, at the deadline at the latest, MISS; a
-    block behind a MISS is a MISS. Statistics count once, when nothing is pending any more.
+    ``blocks[i]`` answers for ``span.keys[start + i]``: what lies before ``start`` the engine has itself. A PENDING block
+    turns into HIT or, at the deadline at the latest, MISS; a block behind a MISS is a MISS. Statistics count once, when
+    nothing is pending any more.
     """
 
     request_id: str
     span: Span
+    start: int
 
     @property
     @abstractmethod
@@ -108,15 +110,15 @@ class Store(ABC):
     """Tiers that keep blocks and give them back. Thread-safe; no verb waits for I/O, and none raises for the cache's faults."""
 
     @abstractmethod
-    def match(self, request_id: str, span: Span, *, load: bool = True) -> Match:
-        """Look the span up and lease what is found. Asking again for a live request returns the same object.
+    def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:
+        """Look up what follows the first ``start`` blocks of the span, lease what is found, note a use of the whole prefix. Asking again for a live request returns the same object.
 
         What lies below DRAM is PENDING while its promotion runs. ``load=False`` finds nothing and says NO_LOAD.
         """
 
     @abstractmethod
     def load(self, match: Match, into: SlotRange, after: Fence | None = None) -> Transfer:
-        """Copy the first ``len(into.slots)`` hits of ``match``, beginning with ``match.span.keys[0]``, then release it.
+        """Copy the first ``len(into.slots)`` hits of ``match``, beginning with ``match.span.keys[match.start]``, then release it.
 
         An outcome other than DONE means that the place holds garbage and that the block misses from now on.
         """

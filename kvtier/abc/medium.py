@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvtier.key import Address
+
+if TYPE_CHECKING:
+    from kvtier.url import TierUrl
 
 Iovec: TypeAlias = Sequence[memoryview]
 """Contiguous byte buffers laid end to end (header page, payload), filled or written in one go."""
@@ -25,6 +28,8 @@ class Status(enum.Enum):
     DONE = "done"
     ABSENT = "absent"
     FAILED = "failed"
+    CORRUPT = "corrupt"
+    """Bytes came and are not what they should be. Said by whoever verifies, never by a medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,14 @@ class Medium(ABC):
 
     io: str = "memory"
     """How bytes move, for reports: ``memory``, ``direct``, ``buffered`` or ``socket``."""
+    header_bytes: int = 0
+    """Least size of an item's first buffer: one page where headers are pages of their own (NVMe), else 0."""
+    auth_key: bytes | None = None
+    """Secret under which the sums of this medium's frames are made, where others can write to it; None: plain sums."""
+    bytes_read: int = 0
+    """Bytes that reads have moved since the medium was opened."""
+    bytes_written: int = 0
+    """Bytes that writes have moved since the medium was opened."""
 
     @abstractmethod
     def close(self) -> None:
@@ -58,8 +71,6 @@ class SlotMedium(Medium):
     """How many places there are."""
     slot_bytes: int
     """Payload bytes of one place (a header page, where the medium keeps one, not counted)."""
-    header_bytes: int = 0
-    """Bytes that each item's first buffer holds before the payload: 0 in memory, one page on NVMe."""
 
     @abstractmethod
     def read(self, slots: Sequence[int], into: Sequence[Iovec]) -> list[Outcome]:
@@ -70,7 +81,10 @@ class SlotMedium(Medium):
         """Put ``data[i]`` into place ``slots[i]``. Returns when the bytes would survive what the medium survives."""
 
     def view(self, slot: int) -> memoryview | None:
-        """The place itself, writable, where the CPU can address it; else None."""
+        """The place itself, writable, where the CPU can address it; else None.
+
+        It begins at the place's first byte and has at least ``slot_bytes`` bytes: the rest is padding that direct I/O wants.
+        """
         return None
 
 
@@ -115,7 +129,7 @@ class PersistentSlotMedium(SlotMedium):
 
 
 class KeyMedium(Medium):
-    """A place per name."""
+    """A place per name. A value is one frame, so names outlive the process and are shared by whoever reaches the medium."""
 
     @abstractmethod
     def probe(self, names: Sequence[Address]) -> int:
@@ -148,3 +162,24 @@ class KeyMedium(Medium):
     @abstractmethod
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediumContext:
+    """What a medium is told besides its own URL."""
+
+    slot_bytes: int
+    """Payload bytes of one block."""
+    clock: Callable[[], float]
+    """Wall-clock seconds."""
+
+
+class MediumFactory(Protocol):
+    """What an entry point of ``kvtier.storage_backends`` names: usually the medium's class."""
+
+    Params: type[Any]
+    """Frozen keyword-only dataclass of the URL's parameters, with their defaults."""
+
+    def open(self, location: TierUrl, params: Any, context: MediumContext) -> Medium:
+        """The medium at ``location``. Raises ``ConfigError`` where it cannot be what was asked for; a remote medium does not connect yet."""
+        ...

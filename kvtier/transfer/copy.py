@@ -1,0 +1,279 @@
+"""How a batch of blocks is copied: HBM slots <-> DRAM slots, and DRAM slots <-> frames in a slower medium.
+
+Pure functions: no state but a pool of staging pages, no lock, no policy. Every batch has an outcome per block, in input
+order. ``CORRUPT`` says that bytes did not prove; the place or buffer they came to then holds garbage. A ``MediumError``
+that a medium raises for a whole batch passes through, after every part of the batch that was under way has ended.
+
+Where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out between them, so that
+one proves while the other reads. It must not be the executor that runs the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, wait
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvtier.abc.codec import Codec
+from kvtier.abc.medium import Iovec, Outcome, SlotMedium, Status
+from kvtier.codec.frame import (
+    HEADER_BYTES,
+    PLAIN,
+    Asked,
+    ByteArray,
+    FrameHeader,
+    Summer,
+    content_sum,
+    copy_with_sum,
+    summer_of,
+)
+from kvtier.errors import CorruptFrame
+from kvtier.transfer.staging import Staging
+
+PART_BYTES = 8 << 20
+"""Bytes that one thread copies, or reads and then proves, before it takes the next part of a batch."""
+
+_staging = Staging()
+
+Place_contra = TypeVar("Place_contra", contravariant=True)
+Done = TypeVar("Done")
+
+
+class FrameMedium(Protocol[Place_contra]):
+    """What both kinds of medium have in common: places are slots of one, addresses of the other."""
+
+    header_bytes: int
+    auth_key: bytes | None
+
+    def read(self, places: Sequence[Place_contra], into: Sequence[Iovec], /) -> list[Outcome]: ...
+    def write(self, places: Sequence[Place_contra], data: Sequence[Iovec], /) -> list[Outcome]: ...
+
+
+def save_blocks(
+    source: SlotMedium, slots: Sequence[int], dram: SlotMedium, places: Sequence[int], workers: Executor | None = None
+) -> tuple[list[Outcome], list[bytes]]:
+    """Copy ``source`` slots into ``dram`` places; also returns each block's content sum (empty where the copy failed)."""
+    size = source.slot_bytes
+
+    def save(part: range) -> list[tuple[Outcome, bytes]]:
+        rooms = [_seen(dram, places[index]) for index in part]
+        views = [source.view(slots[index]) for index in part]
+        if any(view is None for view in views):
+            outcomes = source.read([slots[index] for index in part], [[room[:size]] for room in rooms])
+            return [
+                (end, content_sum(room[:size]) if end.done else b"") for end, room in zip(outcomes, rooms, strict=True)
+            ]
+        done = Outcome(Status.DONE, size)
+        return [
+            (done, copy_with_sum(_array(view, size), _array(room, size)))
+            for view, room in zip(views, rooms, strict=True)
+            if view is not None
+        ]
+
+    saved = _dealt(save, _parts(len(slots), size), workers)
+    return [outcome for outcome, _ in saved], [made for _, made in saved]
+
+
+def load_blocks(
+    dram: SlotMedium,
+    places: Sequence[int],
+    sums: Sequence[bytes | None],
+    into: SlotMedium,
+    slots: Sequence[int],
+    workers: Executor | None = None,
+) -> list[Outcome]:
+    """Copy ``dram`` places into slots of ``into``; a block whose content sum is given is proven on the way."""
+    size = into.slot_bytes
+    wrong = Outcome(Status.CORRUPT, size, "content sum does not match")
+
+    def load(part: range) -> list[Outcome]:
+        sources = [_seen(dram, places[index]) for index in part]
+        views = [into.view(slots[index]) for index in part]
+        if any(view is None for view in views):
+            return load_unseen(part, sources)
+        loaded = []
+        for source, view, expected in zip(sources, views, sums[part.start : part.stop], strict=True):
+            assert view is not None
+            proven = _copied(_array(source, size), _array(view, size), expected)
+            loaded.append(Outcome(Status.DONE, size) if proven else wrong)
+        return loaded
+
+    def load_unseen(part: range, sources: list[memoryview]) -> list[Outcome]:
+        expected = sums[part.start : part.stop]
+        right = [at for at, one in enumerate(expected) if one is None or content_sum(sources[at][:size]) == one]
+        loaded = [wrong] * len(part)
+        written = into.write([slots[part[at]] for at in right], [[sources[at][:size]] for at in right]) if right else []
+        for at, outcome in zip(right, written, strict=True):
+            loaded[at] = outcome
+        return loaded
+
+    return _dealt(load, _parts(len(slots), size), workers)
+
+
+def write_frames(
+    medium: FrameMedium[Place_contra],
+    places: Sequence[Place_contra],
+    sources: Sequence[memoryview],
+    headers: Sequence[FrameHeader],
+    codec: Codec,
+    workers: Executor | None = None,
+) -> list[Outcome]:
+    """Write blocks (``sources[i]``: DRAM views of at least ``headers[i].raw_bytes``) as frames.
+
+    The headers' content sums are believed. Codec number, payload length and stored sum are filled in here. Raw frames go
+    down in one ``medium.write``; another codec encodes and writes a few ``PART_BYTES`` at a time.
+    """
+    framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
+
+    def frame(part: range, pages: Sequence[memoryview], rooms: Sequence[memoryview]) -> list[Iovec]:
+        return [
+            framer.frame(headers[i], sources[i], page, room) for i, page, room in zip(part, pages, rooms, strict=True)
+        ]
+
+    if codec.number == 0:
+        with _staging.lend(len(places), framer.head) as pages:
+            frames = _dealt(
+                lambda part: frame(part, pages[part.start : part.stop], sources[part.start : part.stop]),
+                [range(len(places))] if medium.auth_key is None else _parts(len(places), PART_BYTES),
+                workers,
+            )
+            return medium.write(places, frames)
+
+    def write(part: range) -> list[Outcome]:
+        most = max(codec.encoded_bytes(headers[i].raw_bytes) for i in part)
+        with _staging.lend(len(part), framer.head) as pages, _staging.lend(len(part), most) as rooms:
+            return medium.write(places[part.start : part.stop], frame(part, pages, rooms))
+
+    return _dealt(write, _parts(len(places), max((header.raw_bytes for header in headers), default=1)), workers)
+
+
+def read_frames(
+    medium: FrameMedium[Place_contra],
+    places: Sequence[Place_contra],
+    into: Sequence[memoryview],
+    asked: Sequence[Asked],
+    codec: Codec,
+    now: float,
+    workers: Executor | None = None,
+) -> tuple[list[Outcome], list[FrameHeader | None]]:
+    """Read frames into DRAM views (at least ``asked[i].raw_bytes`` long) and prove each: header, identity, sums.
+
+    Also returns the header of each block that is DONE: its content sum and expiry go into the pool. A frame that is
+    expired at ``now`` (wall-clock seconds) is ABSENT; whatever is not what was asked for is CORRUPT and says why.
+    """
+    framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
+
+    def read(part: range) -> list[tuple[Outcome, FrameHeader | None]]:
+        most = 0 if codec.number == 0 else max(codec.encoded_bytes(asked[i].raw_bytes) for i in part)
+        with _staging.lend(len(part), framer.head) as pages, _staging.lend(len(part), most) as encoded:
+            rooms = [framer.padded(into[i], asked[i].raw_bytes) for i in part] if codec.number == 0 else encoded
+            frames = [(page[: framer.head], room) for page, room in zip(pages, rooms, strict=True)]
+            outcomes = medium.read(places[part.start : part.stop], frames)
+            return [
+                framer.proven(outcome, page, room, into[i], asked[i], now)
+                for i, outcome, (page, room) in zip(part, outcomes, frames, strict=True)
+            ]
+
+    size = max((one.raw_bytes for one in asked), default=1)
+    whole = codec.number == 0 and workers is None
+    read_back = _dealt(read, [range(len(places))] if whole and places else _parts(len(places), size), workers)
+    return [outcome for outcome, _ in read_back], [header for _, header in read_back]
+
+
+class _Framer:
+    """Makes and proves the frames of one medium with one codec."""
+
+    def __init__(self, header_bytes: int, codec: Codec, summer: Summer) -> None:
+        self.head = max(HEADER_BYTES, header_bytes)
+        self._page_bytes = header_bytes
+        self._codec = codec
+        self._summer = summer
+
+    def padded(self, view: memoryview, nbytes: int) -> memoryview:
+        """The first ``nbytes`` of ``view``, and up to a whole page where the medium moves pages and the view has the room."""
+        if self._page_bytes:
+            nbytes = min(len(view), -(-nbytes // self._page_bytes) * self._page_bytes)
+        return view[:nbytes]
+
+    def frame(self, header: FrameHeader, source: memoryview, page: memoryview, room: memoryview) -> Iovec:
+        raw = source[: header.raw_bytes]
+        if self._codec.number == 0:
+            header = header if self._summer is PLAIN else replace(header, stored=self._summer.of(raw))
+            payload = self.padded(source, header.raw_bytes)
+        else:
+            used = self._codec.encode(raw, room)
+            header = replace(header, codec=self._codec.number, payload_bytes=used, stored=self._summer.of(room[:used]))
+            payload = self.padded(room, used)
+        header.pack_into(page, self._summer)
+        return page[: self.head], payload
+
+    def proven(
+        self, outcome: Outcome, page: memoryview, room: memoryview, into: memoryview, asked: Asked, now: float
+    ) -> tuple[Outcome, FrameHeader | None]:
+        if not outcome.done:
+            return outcome, None
+        try:
+            header = FrameHeader.parse(page, self._summer, most_bytes=max(asked.raw_bytes, len(room)))
+            wrong = header.disproof(asked, self._codec.number)
+            if wrong is None and header.payload_bytes > outcome.nbytes - self.head:
+                wrong = f"{outcome.nbytes - self.head} bytes came of a payload of {header.payload_bytes}"
+            if wrong is None and self._summer.of(room[: header.payload_bytes]) != header.stored:
+                wrong = "stored sum does not match"
+            if wrong is None and self._codec.number:
+                self._codec.decode(room[: header.payload_bytes], into[: asked.raw_bytes])
+                if not self._codec.lossy and content_sum(into[: asked.raw_bytes]) != header.content:
+                    wrong = "content sum does not match"
+        except CorruptFrame as error:
+            wrong = str(error)
+        if wrong is not None:
+            return Outcome(Status.CORRUPT, outcome.nbytes, wrong), None
+        if header.expired(now):
+            return Outcome(Status.ABSENT, 0, "expired"), None
+        return outcome, header
+
+
+def _seen(dram: SlotMedium, place: int) -> memoryview:
+    view = dram.view(place)
+    assert view is not None, "DRAM slots are addressable"
+    return view
+
+
+def _array(view: memoryview, nbytes: int) -> ByteArray:
+    return np.frombuffer(view, np.uint8, nbytes)
+
+
+def _copied(source: ByteArray, into: ByteArray, expected: bytes | None) -> bool:
+    if expected is None:
+        np.copyto(into, source)
+        return True
+    return copy_with_sum(source, into) == expected
+
+
+def _parts(count: int, each_bytes: int) -> list[range]:
+    size = max(1, PART_BYTES // max(1, each_bytes))
+    return [range(start, min(count, start + size)) for start in range(0, count, size)]
+
+
+def _dealt(function: Callable[[range], list[Done]], parts: Sequence[range], workers: Executor | None) -> list[Done]:
+    """Results of all parts in order. Returns, or raises, only when no part is under way any more."""
+    if workers is None or len(parts) < 2:
+        return [done for part in parts for done in function(part)]
+    results: list[list[Done]] = [[] for _ in parts]
+    hand: Iterator[int] = iter(range(len(parts)))  # one C iterator for both threads: next() is atomic under the GIL
+
+    def play() -> None:
+        for index in hand:
+            results[index] = function(parts[index])
+
+    other = workers.submit(play)
+    try:
+        play()
+    finally:
+        if not other.cancel():
+            wait([other])
+    if not other.cancelled():
+        other.result()
+    return [done for result in results for done in result]

@@ -63,7 +63,7 @@ class Identity:
     schema: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if not self.model or "/" == self.model[:1]:
+        if not self.model or self.model.startswith("/"):
             raise ValueError(f"an identity needs a model name, not a path: {self.model!r}")
         if not self.weights:
             raise ValueError("an identity needs the weights' revision or fingerprint")

@@ -131,7 +131,7 @@ class TierMetrics(_Recorder):
         self._metrics.queue_depth.labels(self.tier, kind).set(depth)
 
     @_never_raises
-    def set_degraded(self, degraded: bool) -> None:  # noqa: FBT001 - the one thing that is set
+    def set_degraded(self, degraded: bool) -> None:
         """Whether the tier is out of use for now."""
         self._metrics.degraded.labels(self.tier).set(int(degraded))
 

@@ -41,7 +41,7 @@ def type_hints(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls)
 
 
-def _number(raw: object, kind: type[int] | type[float]) -> int | float:
+def _number(raw: object, kind: type[int | float]) -> int | float:
     if isinstance(raw, bool) or not isinstance(raw, (str, int, kind)):
         raise TypeError
     number = kind(raw)

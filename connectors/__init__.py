@@ -1,0 +1,1 @@
+"""Translations of one engine's calls to store calls; each is found by its entry point."""

@@ -1,1 +1,1 @@
-"""Media that ship with kvtier; each is found by its URL scheme's entry point."""
+"""The media that come with kvtier. The core never imports them: it finds them by URL scheme."""

@@ -83,7 +83,7 @@ class SlotMedium(Medium):
     def view(self, slot: int) -> memoryview | None:
         """The place itself, writable, where the CPU can address it; else None.
 
-        It begins at the place's first byte and has at least ``slot_bytes`` bytes: the rest is padding that direct I/O wants.
+        It begins at the place's first byte and has at least ``slot_bytes``: the rest is padding for direct I/O.
         """
         return None
 
@@ -111,7 +111,7 @@ class Journal(ABC):
 
     @abstractmethod
     def commit(self, added: Sequence[Record], removed: Sequence[int]) -> None:
-        """One transaction: rows of ``removed`` slots go, ``added`` come. Raises ``MediumError``, then nothing changed."""
+        """One transaction: rows of ``removed`` slots go, ``added`` come. On ``MediumError`` nothing changed."""
 
     @abstractmethod
     def touch(self, used: Iterable[tuple[int, float]]) -> None:
@@ -129,15 +129,15 @@ class PersistentSlotMedium(SlotMedium):
 
 
 class KeyMedium(Medium):
-    """A place per name. A value is one frame, so names outlive the process and are shared by whoever reaches the medium."""
+    """A place per name. Names outlive the process and are shared by whoever reaches the medium."""
 
     @abstractmethod
     def probe(self, names: Sequence[Address]) -> int:
-        """Length of the present prefix of ``names``, in one round trip. A hint: what it counted may be gone at the read."""
+        """Length of the present prefix of ``names``, in one round trip. A hint: it may be gone at the read."""
 
     @abstractmethod
     def read(self, names: Sequence[Address], into: Sequence[Iovec]) -> list[Outcome]:
-        """Fill ``into[i]`` with the value of ``names[i]``; ``nbytes`` is its true length. Longer than the room: FAILED."""
+        """Fill ``into[i]`` with the value of ``names[i]``; ``nbytes`` is its length. Longer than the room: FAILED."""
 
     @abstractmethod
     def write(self, names: Sequence[Address], data: Sequence[Iovec]) -> list[Outcome]:
@@ -157,7 +157,7 @@ class KeyMedium(Medium):
 
     @abstractmethod
     def ping(self) -> None:
-        """Raise ``MediumUnavailable`` or ``MediumRefused`` where the medium cannot be used now. Bounded by its timeout."""
+        """Raise ``MediumUnavailable`` or ``MediumRefused`` where it cannot be used now. Bounded by its timeout."""
 
     @abstractmethod
     def remember(self, kind: str, digest: bytes, text: str) -> None:
@@ -180,6 +180,9 @@ class MediumFactory(Protocol):
     Params: type[Any]
     """Frozen keyword-only dataclass of the URL's parameters, with their defaults."""
 
-    def open(self, location: TierUrl, params: Any, context: MediumContext) -> Medium:
-        """The medium at ``location``. Raises ``ConfigError`` where it cannot be what was asked for; a remote medium does not connect yet."""
+    def open(self, location: TierUrl, params: Any, context: MediumContext) -> Medium:  # noqa: ANN401 - its own Params
+        """The medium at ``location``; a remote one does not connect yet.
+
+        Raises ``ConfigError`` where it cannot be what was asked for.
+        """
         ...

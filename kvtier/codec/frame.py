@@ -13,7 +13,7 @@
        144    16  tenant id                         496    16  sum of bytes 0 to 495
 
 Integers are little-endian. With the raw codec and plain sums, content and stored are the same number. Where others can
-write to a medium its stored and header sums are keyed blake2b; the content sum stays XXH3-128, under the keyed header sum.
+write to a medium its stored and header sums are keyed blake2b; the content sum stays XXH3-128, under the header's sum.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Pure functions: no state but a pool of staging pages, no lock, no policy. Every 
 order. ``CORRUPT`` says that bytes did not prove; the place or buffer they came to then holds garbage. A ``MediumError``
 that a medium raises for a whole batch passes through, after every part of the batch that was under way has ended.
 
-Where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out between them, so that
-one proves while the other reads. It must not be the executor that runs the call.
+Where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out between them, so
+that one proves while the other reads. It must not be the executor that runs the call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ _staging = Staging()
 
 Place_contra = TypeVar("Place_contra", contravariant=True)
 Done = TypeVar("Done")
+Proven: TypeAlias = tuple[Outcome, "FrameHeader | None"]
 
 
 class FrameMedium(Protocol[Place_contra]):
@@ -53,9 +54,14 @@ class FrameMedium(Protocol[Place_contra]):
 
 
 def save_blocks(
-    source: SlotMedium, slots: Sequence[int], dram: SlotMedium, places: Sequence[int], workers: Executor | None = None
+    source: SlotMedium,
+    slots: Sequence[int],
+    dram: SlotMedium,
+    places: Sequence[int],
+    *,
+    workers: Executor | None = None,
 ) -> tuple[list[Outcome], list[bytes]]:
-    """Copy ``source`` slots into ``dram`` places; also returns each block's content sum (empty where the copy failed)."""
+    """Copy ``source`` slots into ``dram`` places; also returns each block's content sum (empty where it failed)."""
     size = source.slot_bytes
 
     def save(part: range) -> list[tuple[Outcome, bytes]]:
@@ -83,6 +89,7 @@ def load_blocks(
     sums: Sequence[bytes | None],
     into: SlotMedium,
     slots: Sequence[int],
+    *,
     workers: Executor | None = None,
 ) -> list[Outcome]:
     """Copy ``dram`` places into slots of ``into``; a block whose content sum is given is proven on the way."""
@@ -119,12 +126,13 @@ def write_frames(
     sources: Sequence[memoryview],
     headers: Sequence[FrameHeader],
     codec: Codec,
+    *,
     workers: Executor | None = None,
 ) -> list[Outcome]:
     """Write blocks (``sources[i]``: DRAM views of at least ``headers[i].raw_bytes``) as frames.
 
-    The headers' content sums are believed. Codec number, payload length and stored sum are filled in here. Raw frames go
-    down in one ``medium.write``; another codec encodes and writes a few ``PART_BYTES`` at a time.
+    The headers' content sums are believed. Codec number, payload length and stored sum are filled in here. Raw frames
+    go down in one ``medium.write``; another codec encodes and writes about ``PART_BYTES`` at a time.
     """
     framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
 
@@ -156,6 +164,7 @@ def read_frames(
     into: Sequence[memoryview],
     asked: Sequence[Asked],
     codec: Codec,
+    *,
     now: float,
     workers: Executor | None = None,
 ) -> tuple[list[Outcome], list[FrameHeader | None]]:
@@ -166,15 +175,15 @@ def read_frames(
     """
     framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
 
-    def read(part: range) -> list[tuple[Outcome, FrameHeader | None]]:
+    def read(part: range) -> list[Proven]:
         most = 0 if codec.number == 0 else max(codec.encoded_bytes(asked[i].raw_bytes) for i in part)
         with _staging.lend(len(part), framer.head) as pages, _staging.lend(len(part), most) as encoded:
             rooms = [framer.padded(into[i], asked[i].raw_bytes) for i in part] if codec.number == 0 else encoded
             frames = [(page[: framer.head], room) for page, room in zip(pages, rooms, strict=True)]
             outcomes = medium.read(places[part.start : part.stop], frames)
             return [
-                framer.proven(outcome, page, room, into[i], asked[i], now)
-                for i, outcome, (page, room) in zip(part, outcomes, frames, strict=True)
+                framer.proven(outcome, frame, into[i], asked[i], now)
+                for i, outcome, frame in zip(part, outcomes, frames, strict=True)
             ]
 
     size = max((one.raw_bytes for one in asked), default=1)
@@ -193,7 +202,7 @@ class _Framer:
         self._summer = summer
 
     def padded(self, view: memoryview, nbytes: int) -> memoryview:
-        """The first ``nbytes`` of ``view``, and up to a whole page where the medium moves pages and the view has the room."""
+        """The first ``nbytes`` of ``view``, made up to whole pages where the medium moves pages and the view has room."""
         if self._page_bytes:
             nbytes = min(len(view), -(-nbytes // self._page_bytes) * self._page_bytes)
         return view[:nbytes]
@@ -210,29 +219,38 @@ class _Framer:
         header.pack_into(page, self._summer)
         return page[: self.head], payload
 
-    def proven(
-        self, outcome: Outcome, page: memoryview, room: memoryview, into: memoryview, asked: Asked, now: float
-    ) -> tuple[Outcome, FrameHeader | None]:
+    def proven(self, outcome: Outcome, frame: Iovec, into: memoryview, asked: Asked, now: float) -> Proven:
+        """The outcome of a read once its header, its sums and its age have been looked at; ``into`` then holds the block."""
         if not outcome.done:
             return outcome, None
         try:
-            header = FrameHeader.parse(page, self._summer, most_bytes=max(asked.raw_bytes, len(room)))
-            wrong = header.disproof(asked, self._codec.number)
-            if wrong is None and header.payload_bytes > outcome.nbytes - self.head:
-                wrong = f"{outcome.nbytes - self.head} bytes came of a payload of {header.payload_bytes}"
-            if wrong is None and self._summer.of(room[: header.payload_bytes]) != header.stored:
-                wrong = "stored sum does not match"
-            if wrong is None and self._codec.number:
-                self._codec.decode(room[: header.payload_bytes], into[: asked.raw_bytes])
-                if not self._codec.lossy and content_sum(into[: asked.raw_bytes]) != header.content:
-                    wrong = "content sum does not match"
-        except CorruptFrame as error:
-            wrong = str(error)
-        if wrong is not None:
-            return Outcome(Status.CORRUPT, outcome.nbytes, wrong), None
+            header = self._believed(frame, outcome.nbytes - self.head, into, asked)
+        except CorruptFrame as wrong:
+            return Outcome(Status.CORRUPT, outcome.nbytes, str(wrong)), None
         if header.expired(now):
             return Outcome(Status.ABSENT, 0, "expired"), None
         return outcome, header
+
+    def _believed(self, frame: Iovec, came: int, into: memoryview, asked: Asked) -> FrameHeader:
+        page, room = frame
+        header = FrameHeader.parse(page, self._summer)
+        wrong = header.disproof(asked, self._codec.number)
+        if wrong is not None:
+            raise CorruptFrame(wrong)
+        if header.payload_bytes > min(came, len(room)):
+            raise CorruptFrame(f"{came} bytes came of a payload of {header.payload_bytes}")
+        payload = room[: header.payload_bytes]
+        if self._summer.of(payload) != header.stored:
+            raise CorruptFrame("stored sum does not match")
+        if self._codec.number == 0:
+            if header.payload_bytes != header.raw_bytes:
+                raise CorruptFrame(f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}")
+            return header
+        raw = into[: asked.raw_bytes]
+        self._codec.decode(payload, raw)
+        if not self._codec.lossy and content_sum(raw) != header.content:
+            raise CorruptFrame("content sum does not match")
+        return header
 
 
 def _seen(dram: SlotMedium, place: int) -> memoryview:

@@ -278,26 +278,13 @@ class Effective:
     sources: Mapping[str, str]
     """Dotted name -> ``default``, ``file PATH``, ``environment VARIABLE`` or ``flag --NAME``, in declared order."""
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(dotted name, value, source) of every setting, secrets masked."""
+    def rows(self) -> list[tuple[str, object, str]]:
+        """(dotted name, value, source) of every setting in declared order."""
         rows = []
         for setting in _SETTINGS.values():
             table = getattr(self.settings, setting.section) if setting.section else self.settings
-            value = _shown(getattr(table, setting.name), setting.hint)
-            rows.append((setting.dotted, value, self.sources[setting.dotted]))
+            rows.append((setting.dotted, getattr(table, setting.name), self.sources[setting.dotted]))
         return rows
-
-
-def _shown(value: object, hint: object) -> str:
-    if hint is Seconds:
-        return f"{value:g}s"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "(none)"
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *sections: str) -> None:
@@ -311,6 +298,16 @@ def add_arguments(parser: argparse.ArgumentParser, *sections: str) -> None:
     for setting in _SETTINGS.values():
         if setting.section in groups:
             _add_argument(groups[setting.section], setting)
+
+
+def _shown(value: object, hint: object) -> str:
+    if hint is Seconds:
+        return f"{value:g}s"
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return str(value)
 
 
 def _add_argument(group: argparse._ArgumentGroup, setting: _Setting) -> None:

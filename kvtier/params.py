@@ -130,6 +130,8 @@ def convert(hint: Any, raw: object, where: str, name: str) -> Any:  # noqa: ANN4
         hint = inner
     try:
         return _converted(hint, raw)
+    except ConfigError as wrong:
+        raise ConfigError(f"{where}: {name}: {wrong}") from None
     except (ValueError, TypeError) as wrong:
         detail = str(wrong) if hint in (Bytes, Seconds) and str(wrong) and isinstance(raw, str) else ""
         shown = "the given value" if is_secret(name) else repr(raw)

@@ -1,0 +1,90 @@
+"""The ``kvtier`` command: a table of subcommands, each of which is imported only when it runs.
+
+A subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code), and one
+line in ``COMMANDS``. Whatever is the user's to mend (``KvtierError``) ends as one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn, Protocol, cast
+
+from kvtier.errors import KvtierError
+from kvtier.params import nearest
+
+COMMANDS = {
+    "config": "show the effective settings and where each came from",
+}
+"""Subcommand -> its line in ``kvtier --help``."""
+
+FAULT, INTERRUPTED = 2, 130
+
+
+class Command(Protocol):
+    """What a subcommand's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the subcommand's arguments; ``kvtier.config.add_arguments`` declares the settings among them."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; returns the exit code."""
+        ...
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and answers a wrong flag with the nearest right one."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]  # argparse's own options, passed on
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(FAULT, f"{self.prog}: error: {message}\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        wrong = unknown[0].partition("=")[0]
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        self.error(f"unknown argument {wrong!r}" + (nearest(wrong, flags) if wrong.startswith("-") else ""))
+
+
+def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    parser = _Parser(
+        prog="kvtier",
+        description="A four-tier KV-cache store for LLM servers: HBM, DRAM, NVMe and Redis, served by prefix hash.",
+        epilog="Every flag of a subcommand is also a KVTIER_... variable and a key of the file that --config names.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
+    parsers = parser.add_subparsers(title="subcommands", dest="command", metavar="SUBCOMMAND", required=True)
+    chosen = argv[0] if argv else ""
+    command: Command | None = None
+    for name, summary in COMMANDS.items():
+        below = parsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == chosen:
+            command = cast("Command", importlib.import_module(f"kvtier.cli.{name}"))
+            command.add_arguments(below)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parsers.choices[args.command].refuse(unknown)
+    assert command is not None, "argparse lets only the commands of the table through, and none before them"
+    return command, args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the ``kvtier`` script; returns the exit code."""
+    try:
+        command, args = _parse(sys.argv[1:] if argv is None else argv)
+        return command.run(args)
+    except KvtierError as fault:
+        print(f"kvtier: error: {fault}", file=sys.stderr)
+        return FAULT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

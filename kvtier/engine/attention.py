@@ -1,0 +1,230 @@
+"""Attention over paged K and V, behind one function: `attend`. Torch on CPU.
+
+What a row of queries gets must not depend on what is computed beside it, or a prefix hit would differ from a cold run in
+the last bits. Torch's CPU kernel (``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``) walks K and V in pieces of up to 512
+tokens and its matrix products treat odd sizes differently, so K and V are always read back from the slots and padded to a
+multiple of `WIDTH` tokens, queries to a multiple of `ROWS`, and causality is always an explicit mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+WIDTH = 512
+"""K and V are padded to a multiple of this many tokens: the kernel's own piece."""
+ROWS = 16
+"""Queries are padded to a multiple of this many rows."""
+SCRATCH_BYTES = 10_000_000
+"""Gathered float32 K and V of one call beyond this leave the caches: the batch is cut."""
+GROUP = 4
+"""Sequences per call once a whole batch would pass `SCRATCH_BYTES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive new tokens of one sequence in a step: a prompt, a part of one, or a single decoded token."""
+
+    tokens: Sequence[int]
+    """Ids of the new tokens; at least one."""
+    start: int
+    """Position of the first of them: how many tokens of the sequence are in the cache already."""
+    slots: Sequence[int]
+    """The block table: the HBM slot of each logical block, enough for ``start + len(tokens)`` tokens; more is fine."""
+    logits: str = "last"
+    """Rows of logits wanted: ``none``, of the ``last`` new token, or of ``all`` of them."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence in the cache once this chunk has run."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries of one chunk whose positions lie in the same `WIDTH` tokens, so that one width of K and V serves them."""
+
+    first: int
+    """Row of its first query among the step's tokens."""
+    count: int
+    mask: torch.Tensor
+    """Additive, ``[rows, width]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One chunk of several tokens: K and V gathered once, queries piece by piece."""
+
+    rows: torch.Tensor
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Chunks of one token each, in one padded call with the query heads of a KV head as rows."""
+
+    rows: torch.Tensor
+    queries: torch.Tensor
+    """Rows of the queries among the step's tokens, ``[sequences]``."""
+    mask: torch.Tensor
+    """Additive, ``[sequences, 1, 1, width]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What a step's attention shares between layers: where tokens go, which rows to gather, masks. Made by `plan`."""
+
+    written: torch.Tensor
+    """Token rows of layer 0's K for every new token, ``[tokens]``."""
+    calls: tuple[_Prefill | _Decode, ...]
+
+
+def plan(chunks: Sequence[Chunk], kv: torch.Tensor) -> AttentionPlan:
+    """Prepare one step over ``kv`` ``[slot, layer, 2, token, kv_head, head_dim]`` and zero the unused ends of new blocks."""
+    layers, block_tokens = kv.shape[1], kv.shape[3]
+    written: list[int] = []
+    for chunk in chunks:
+        last, used = divmod(chunk.end, block_tokens)
+        if used and chunk.start <= last * block_tokens:
+            # Stale values there are masked, but infinities among them would still turn sums into NaN.
+            kv[chunk.slots[last], :, :, used:] = 0
+        for position in range(chunk.start, chunk.end):
+            block, offset = divmod(position, block_tokens)
+            written.append(chunk.slots[block] * layers * 2 * block_tokens + offset)
+    calls: list[_Prefill | _Decode] = []
+    single: list[tuple[int, Chunk]] = []
+    first = 0
+    for chunk in chunks:
+        if len(chunk.tokens) == 1:
+            single.append((first, chunk))
+        else:
+            calls.append(_prefill(chunk, first, kv))
+        first += len(chunk.tokens)
+    for group in _groups(single, kv):
+        calls.append(_decode(group, kv))
+    return AttentionPlan(torch.tensor(written), tuple(calls))
+
+
+def write(kv: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.Tensor, step: AttentionPlan) -> None:
+    """Put the step's new K and V (``[tokens, kv_heads, head_dim]``) into their slots, rounded to the dtype of ``kv``."""
+    block_tokens = kv.shape[3]
+    rows = kv.view(-1, kv.shape[4] * kv.shape[5])
+    place = step.written + layer * 2 * block_tokens
+    rows.index_copy_(0, place, keys.flatten(1).to(kv.dtype))
+    rows.index_copy_(0, place + block_tokens, values.flatten(1).to(kv.dtype))
+
+
+def attend(queries: torch.Tensor, kv: torch.Tensor, layer: int, step: AttentionPlan) -> torch.Tensor:
+    """Causal attention of the step's new tokens over everything of theirs in ``kv``, K and V read back from the slots.
+
+    ``queries`` is float32 ``[tokens, heads, head_dim]``, and so is what comes back. The new tokens' own K and V must have
+    been written. Numerators and sums are float32, scaled by ``head_dim ** -0.5``.
+    """
+    out = torch.empty_like(queries)
+    for call in step.calls:
+        keys, values = _gathered(kv, layer, call.rows)
+        if isinstance(call, _Prefill):
+            for piece in call.pieces:
+                _attend_piece(queries, keys, values, piece, out)
+        else:
+            _attend_decode(queries, keys, values, call, out)
+    return out
+
+
+def _prefill(chunk: Chunk, first: int, kv: torch.Tensor) -> _Prefill:
+    pieces = []
+    position = chunk.start
+    while position < chunk.end:
+        stop = min(chunk.end, (position // WIDTH + 1) * WIDTH)
+        count, width = stop - position, _up(stop, WIDTH)
+        last = torch.full((_up(count, ROWS), 1), position)
+        last[:count, 0] += torch.arange(count)
+        pieces.append(_Piece(first + position - chunk.start, count, _mask(last, width)))
+        position = stop
+    return _Prefill(_rows([chunk], _up(chunk.end, WIDTH), kv), tuple(pieces))
+
+
+def _decode(group: Sequence[tuple[int, Chunk]], kv: torch.Tensor) -> _Decode:
+    chunks = [chunk for _, chunk in group]
+    width = _up(max(chunk.end for chunk in chunks), WIDTH)
+    last = torch.tensor([chunk.start for chunk in chunks]).view(-1, 1, 1, 1)
+    return _Decode(_rows(chunks, width, kv), torch.tensor([first for first, _ in group]), _mask(last, width))
+
+
+def _groups(single: list[tuple[int, Chunk]], kv: torch.Tensor) -> list[list[tuple[int, Chunk]]]:
+    """Cut one-token chunks into calls: all at once while that stays in the caches, else by length in small groups."""
+    if not single:
+        return []
+    width = _up(max(chunk.end for _, chunk in single), WIDTH)
+    if len(single) * width * 2 * kv.shape[4] * kv.shape[5] * 4 <= SCRATCH_BYTES:
+        return [single]
+    ordered = sorted(single, key=lambda item: item[1].end)
+    return [ordered[i : i + GROUP] for i in range(0, len(ordered), GROUP)]
+
+
+def _mask(last: torch.Tensor, width: int) -> torch.Tensor:
+    """0 for positions up to ``last``, minus infinity after: what a boolean mask becomes inside the kernel."""
+    return torch.zeros(*last.shape[:-1], width).masked_fill_(torch.arange(width) > last, float("-inf"))
+
+
+def _rows(chunks: Sequence[Chunk], width: int, kv: torch.Tensor) -> torch.Tensor:
+    """Block rows of layer 0, ``[2, sequences, blocks]`` flattened; short tables are filled up with their own first block."""
+    layers, block_tokens = kv.shape[1], kv.shape[3]
+    blocks = -(-width // block_tokens)
+    table = torch.empty(len(chunks), blocks, dtype=torch.int64)
+    for line, chunk in zip(table, chunks, strict=True):
+        used = -(-chunk.end // block_tokens)
+        line[:used] = torch.tensor(chunk.slots[:used])
+        line[used:] = chunk.slots[0]
+    keys = table * (layers * 2)
+    return torch.stack((keys, keys + 1)).view(2, len(chunks), blocks)
+
+
+def _gathered(kv: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in float32, each ``[sequences, kv_heads, tokens, head_dim]``."""
+    block_tokens, kv_heads, head_dim = kv.shape[3:]
+    flat = kv.view(-1, block_tokens * kv_heads * head_dim)
+    both = flat.index_select(0, (rows + 2 * layer).view(-1)).float()
+    both = both.view(2, rows.shape[1], rows.shape[2] * block_tokens, kv_heads, head_dim).transpose(2, 3)
+    return both[0], both[1]
+
+
+def _attend_piece(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, out: torch.Tensor
+) -> None:
+    """KV heads as the batch and the query heads of each as its heads: one mask serves all."""
+    heads, head_dim = queries.shape[1:]
+    kv_heads = keys.shape[1]
+    rows, width = piece.mask.shape
+    own = queries[piece.first : piece.first + piece.count].view(piece.count, kv_heads, heads // kv_heads, head_dim)
+    padded = own.new_zeros(rows, kv_heads, heads // kv_heads, head_dim)
+    padded[: piece.count] = own
+    shape = (kv_heads, heads // kv_heads, width, head_dim)
+    result = F.scaled_dot_product_attention(
+        padded.permute(1, 2, 0, 3),
+        keys[0, :, None, :width].expand(shape),
+        values[0, :, None, :width].expand(shape),
+        attn_mask=piece.mask,
+    )
+    out[piece.first : piece.first + piece.count] = result[:, :, : piece.count].permute(2, 0, 1, 3).reshape(-1, heads, head_dim)
+
+
+def _attend_decode(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Decode, out: torch.Tensor
+) -> None:
+    heads, head_dim = queries.shape[1:]
+    count, kv_heads = keys.shape[:2]
+    group = heads // kv_heads
+    width = call.mask.shape[-1]
+    padded = queries.new_zeros(count, kv_heads, _up(group, ROWS), head_dim)
+    padded[:, :, :group] = queries[call.queries].view(count, kv_heads, group, head_dim)
+    mask = call.mask.expand(-1, 1, padded.shape[2], -1)
+    result = F.scaled_dot_product_attention(padded, keys[:, :, :width], values[:, :, :width], attn_mask=mask)
+    out[call.queries] = result[:, :, :group].reshape(count, heads, head_dim)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,158 @@
+"""The engine's side of the connector: what it asks, what it still owes, and what it does when the other side fails.
+
+Nothing that a connector does may stop the engine. An exception is logged once and from then on nothing more is asked of
+that connector, except which saves have ended: their slots stay held until it says so, because a copy may still read them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvtier.abc.connector import Finished, KVConnector, StepPlan
+from kvtier.engine.block_cache import BlockCache
+from kvtier.engine.sequence import Sequence as TokenSequence
+from kvtier.key import Span
+from kvtier.pool import Slot
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ASK_SECONDS = 30.0
+"""A connector that answers "ask later" for longer is not asked again for that request: its tokens are computed."""
+
+
+class Exchange:
+    """Matches, loads and saves of all sequences, through one connector or none."""
+
+    def __init__(
+        self, connector: KVConnector | None, cache: BlockCache, now: Callable[[], float], ask_seconds: float = ASK_SECONDS
+    ) -> None:
+        self._connector = connector
+        self._cache = cache
+        self._now = now
+        self._ask_seconds = ask_seconds
+        self._held: set[tuple[str, Slot]] = set()
+        self._gave_up: set[str] = set()
+        self.fault: str | None = None
+        """Why the connector is not used any more; None while it is."""
+        self.dropped = 0
+        """Blocks that were never taken for saving, because their request ended first."""
+
+    @property
+    def active(self) -> bool:
+        return self._connector is not None and self.fault is None
+
+    @property
+    def held(self) -> int:
+        """Slots that saves under way still hold."""
+        return len(self._held)
+
+    def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
+        """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step."""
+        room = len(span) - computed_blocks
+        if not self.active or (not room and not len(span)) or sequence.id in self._gave_up:
+            return 0
+        tokens = self._guarded(
+            lambda c: c.scheduler.get_num_new_matched_tokens(sequence.id, span, computed_blocks), 0
+        )
+        if tokens is None:
+            now = self._now()
+            sequence.asked = now if sequence.asked is None else sequence.asked
+            if now - sequence.asked < self._ask_seconds:
+                return None
+            log.warning("request %s: the connector gave no answer in %.0f s; computing", sequence.id, self._ask_seconds)
+            self._gave_up.add(sequence.id)
+            return 0
+        return max(0, min(tokens // self._cache.block_tokens, room))
+
+    def allocated(self, sequence: TokenSequence, slots: Sequence[Slot]) -> None:
+        """``slots`` are where the sequence's match is to be loaded; none of them: the match is given up."""
+        sequence.asked = None
+        self._gave_up.discard(sequence.id)
+        tokens = len(slots) * self._cache.block_tokens
+        self._guarded(lambda c: c.scheduler.update_state_after_alloc(sequence.id, slots, tokens), None)
+
+    def offer(self, sequence: TokenSequence) -> None:
+        """Offer the blocks that ``sequence`` has filled and that nobody has taken yet; what is taken stays held."""
+        start, stop = sequence.offered, sequence.committed
+        if start >= stop:
+            return
+        if not self.active:
+            sequence.offered = stop
+            return
+        span, slots = sequence.chain.span(start, stop), sequence.slots[start:stop]
+        taken = self._guarded(lambda c: c.scheduler.offer(sequence.id, span, slots), 0)
+        taken = max(0, min(taken, len(slots)))
+        fresh = [slot for slot in slots[:taken] if (sequence.id, slot) not in self._held]
+        self._cache.share(fresh)
+        self._held.update((sequence.id, slot) for slot in fresh)
+        sequence.offered = start + taken
+
+    def finished(self, sequence: TokenSequence) -> None:
+        """The sequence has ended, in whatever state it was."""
+        self._gave_up.discard(sequence.id)
+        if self.active:
+            self.dropped += max(0, sequence.committed - sequence.offered)
+            self._guarded(lambda c: c.scheduler.request_finished(sequence.id), False)
+
+    def plan(self) -> StepPlan:
+        return self._guarded(lambda c: c.scheduler.build_connector_meta(), StepPlan())
+
+    def start_loads(self, plan: StepPlan) -> None:
+        if plan.loads:
+            self._guarded(lambda c: c.worker.start_load_kv(plan), None)
+
+    def wait_for_layer(self, layer: int) -> None:
+        self._guarded(lambda c: c.worker.wait_for_layer_load(layer), None)
+
+    def failed(self, plan: StepPlan) -> frozenset[int]:
+        """Slots of the plan's loads that hold garbage; all of them where the connector itself failed."""
+        if not plan.loads:
+            return frozenset()
+        everything = frozenset(slot for load in plan.loads for slot in load.slots)
+        return self._guarded(lambda c: c.worker.get_block_ids_with_load_errors(), everything) & everything
+
+    def start_saves(self, plan: StepPlan) -> None:
+        if plan.saves:
+            self._guarded(lambda c: c.worker.wait_for_save(plan), None)
+
+    def collect(self) -> None:
+        """Let go of the slots whose saves have ended. Asked even after a fault, as long as anything is held."""
+        if self._connector is None or not (self._held or self.active):
+            return
+        try:
+            ended = self._connector.worker.get_finished()
+        except Exception as error:
+            self._break("get_finished", error)
+            return
+        self._release(ended)
+
+    def reset(self) -> None:
+        self._guarded(lambda c: c.scheduler.reset_cache(), None)
+
+    def _release(self, ended: Finished) -> None:
+        for request_id, slots in ended.saved:
+            for slot in slots:
+                entry = (request_id, Slot(slot))
+                if entry in self._held:
+                    self._held.remove(entry)
+                    self._cache.release([Slot(slot)])
+                else:
+                    log.error("the connector ended a save of slot %d for %s that is not under way", slot, request_id)
+
+    def _guarded(self, call: Callable[[KVConnector], T], fallback: T) -> T:
+        if self._connector is None or self.fault is not None:
+            return fallback
+        try:
+            return call(self._connector)
+        except Exception as error:
+            self._break("the connector", error)
+            return fallback
+
+    def _break(self, where: str, error: Exception) -> None:
+        if self.fault is None:
+            self.fault = f"{where} failed: {error!r}"
+            log.exception("%s failed; going on without the cache tiers below HBM", where, exc_info=error)

@@ -1,0 +1,31 @@
+"""A matrix product whose rows do not depend on how many there are.
+
+``F.linear`` picks other kernels for a few rows than for many, and so other roundings; oneDNN's packed form, made for 16 rows
+and given at least two, gives every row the same bits at any count, and is faster. Where torch has no oneDNN,
+``F.linear`` it is, and the start-up self-test says that the engine is not exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_PACKED_FOR = 16
+
+
+class Linear:
+    """``y = x W^T`` in float32 for a fixed weight ``[out, in]``, which is packed and not kept."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.packed = torch.backends.mkldnn.is_available() and weight.device.type == "cpu"
+        weight = weight.float().contiguous()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR) if self.packed else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` is float32 ``[rows, in]``; gives ``[rows, out]``."""
+        if not self.packed:
+            return F.linear(x, self._weight)
+        # One row alone is summed in another order where the input is long (seen with AVX-512 from 1,536 on).
+        rows = torch.cat((x, x)) if len(x) == 1 else x.contiguous()
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
+        return y[:1] if len(x) == 1 else y

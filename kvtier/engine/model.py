@@ -1,0 +1,137 @@
+"""The Llama forward pass over a paged KV tensor, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvtier.engine import attention
+from kvtier.engine.architecture import ModelConfig
+from kvtier.engine.attention import Chunk
+from kvtier.engine.linear import Linear
+from kvtier.engine.rope import RopeTable, rotate
+from kvtier.layout import Layout
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Torch's names for the dtypes that HBM slots may hold."""
+
+LayerHook = Callable[[int], None]
+"""Called with a layer's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The new tokens of one step, sequence by sequence."""
+
+    chunks: tuple[Chunk, ...]
+
+    def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            assert chunk.tokens and chunk.start >= 0, chunk
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all sequences together."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    def wanted_rows(self) -> list[int]:
+        """Which of the new tokens want logits, in order."""
+        rows: list[int] = []
+        end = 0
+        for chunk in self.chunks:
+            begin, end = end, end + len(chunk.tokens)
+            rows.extend({"none": range(0), "last": range(end - 1, end), "all": range(begin, end)}[chunk.logits])
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """A Llama-family model. `forward` belongs to one thread; everything else is constant after construction."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        """``tensors`` by Hugging Face name, as `Checkpoint.tensors` gives them; projections are packed, not kept."""
+        self.config = config
+        self._embedding = tensors["model.embed_tokens.weight"].float()
+        self._layers = [_layer(tensors, f"model.layers.{index}.") for index in range(config.layers)]
+        self._norm = tensors["model.norm.weight"].float()
+        self._head = Linear(self._embedding if config.tie_embeddings else tensors["lm_head.weight"])
+        self._rope = RopeTable(config)
+
+    def layout(self, block_tokens: int, kv_dtype: str) -> Layout:
+        """Geometry of a block with K and V in ``kv_dtype`` (``bf16``, ``fp16`` or ``fp32``)."""
+        return self.config.layout(block_tokens, kv_dtype)
+
+    def allocate_kv(self, slots: int, block_tokens: int, kv_dtype: str) -> torch.Tensor:
+        """A zeroed HBM tensor ``[slot, layer, K/V, token, kv_head, head_dim]`` for this model."""
+        config = self.config
+        shape = (slots, config.layers, 2, block_tokens, config.kv_heads, config.head_dim)
+        return torch.zeros(shape, dtype=TORCH_DTYPES[kv_dtype])
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        before_layer: LayerHook | None = None,
+        after_layer: LayerHook | None = None,
+    ) -> torch.Tensor:
+        """Run one step: write the new tokens' K and V into ``kv`` and return float32 logits ``[wanted rows, vocab]``.
+
+        ``kv`` is ``[slot, layer, K/V, token, kv_head, head_dim]``, contiguous. Rows of logits come in the order of chunks and
+        tokens. ``before_layer(i)`` runs before layer ``i`` reads or writes its slots, ``after_layer(i)`` when it has written
+        them. Two chunks of one step must not share a slot that either of them writes.
+        """
+        config = self.config
+        assert kv.is_contiguous() and kv.shape[1:3] == (config.layers, 2) and kv.shape[4:] == (config.kv_heads, config.head_dim)
+        if not batch.chunks:
+            return torch.empty(0, config.vocab)
+        step = attention.plan(batch.chunks, kv)
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in batch.chunks])
+        cos, sin = self._rope.rows(positions)
+        hidden = F.embedding(torch.tensor([token for chunk in batch.chunks for token in chunk.tokens]), self._embedding)
+        turned = config.heads + config.kv_heads
+        for index, layer in enumerate(self._layers):
+            if before_layer is not None:
+                before_layer(index)
+            qkv = layer.qkv(self._normed(hidden, layer.attention_norm)).view(len(hidden), -1, config.head_dim)
+            rotated = rotate(qkv[:, :turned], cos, sin)
+            attention.write(kv, index, rotated[:, config.heads :], qkv[:, turned:], step)
+            if after_layer is not None:
+                after_layer(index)
+            mixed = attention.attend(rotated[:, : config.heads], kv, index, step)
+            hidden = hidden + layer.output(mixed.flatten(1))
+            gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+        wanted = torch.tensor(batch.wanted_rows(), dtype=torch.int64)
+        if not len(wanted):
+            return torch.empty(0, config.vocab)
+        return self._head(self._normed(hidden.index_select(0, wanted), self._norm))
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+
+
+def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+    def stacked(*names: str) -> Linear:
+        return Linear(torch.cat([tensors[f"{prefix}{name}.weight"].float() for name in names]))
+
+    return _Layer(
+        attention_norm=tensors[prefix + "input_layernorm.weight"].float(),
+        qkv=stacked("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=stacked("self_attn.o_proj"),
+        mlp_norm=tensors[prefix + "post_attention_layernorm.weight"].float(),
+        gate_up=stacked("mlp.gate_proj", "mlp.up_proj"),
+        down=stacked("mlp.down_proj"),
+    )

@@ -1,0 +1,99 @@
+"""What is asked of the engine, what it gives back, and what it knows of the time in between."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from kvtier.engine.sampler import Logprob, SamplingParams
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """``max_tokens``, the model's length, or no slot is left that it could ever get."""
+    ABORT = "abort"
+    """Whoever asked has gone."""
+    ERROR = "error"
+    """The engine could not go on; the log says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how it is to be continued."""
+
+    id: str
+    """Unique among the engine's unfinished requests."""
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    salt: str | None = None
+    """Cache salt: requests share blocks only where their salts are equal. None is not the empty string."""
+    tenant: bytes | None = None
+    """The tenant's secret, which separates its blocks from all others."""
+    capture_logits: bool = False
+    """Keep the logits that the first token was chosen from, for exactness checks."""
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Where a request's prompt tokens came from, and when things happened (seconds of the engine's clock).
+
+    ``hbm_tokens + external_tokens + computed_tokens == prompt_tokens`` once the first token is there. Written on the
+    engine's thread; whoever reads it while the request runs sees a snapshot that may be a step old.
+    """
+
+    prompt_tokens: int
+    submitted: float
+    hbm_tokens: int = 0
+    """Prompt tokens found in HBM."""
+    external_tokens: int = 0
+    """Prompt tokens that the connector loaded and that arrived."""
+    computed_tokens: int = 0
+    """Prompt tokens that this request computed."""
+    completion_tokens: int = 0
+    """Generated tokens, all continuations together."""
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    """Tokens computed again after a preemption."""
+    failed_tokens: int = 0
+    """Tokens whose load failed and which were computed instead."""
+    scheduled: float | None = None
+    """When its first step began."""
+    first_token: float | None = None
+    finished: float | None = None
+    first_logits: torch.Tensor | None = None
+    """Logits behind the first token, float32 ``[vocab]``, where the request asked for them."""
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.hbm_tokens + self.external_tokens
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from submission to the first token."""
+        return None if self.first_token is None else self.first_token - self.submitted
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to one continuation of a request."""
+
+    request_id: str
+    index: int
+    """Which of the ``n`` continuations."""
+    tokens: tuple[int, ...]
+    text: str
+    """Text that may be shown: never part of a stop string; what might become one is held back until it is decided."""
+    stats: RequestStats
+    """Shared by all outputs of the request."""
+    finish: FinishReason | None = None
+    last: bool = False
+    """No continuation of this request gives anything after this output."""
+    logprob: tuple[Logprob, list[Logprob]] | None = None
+    """The token's log probability and the best alternatives, where the request asked for them."""

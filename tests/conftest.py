@@ -1,0 +1,50 @@
+"""Order, seeds and the closing list of what could not run here."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from kvtier.testing.requirements import INSTALLABLE, MACHINE, kind_of
+
+SEED = int(os.environ.get("PYTEST_SEED", "20240607"))
+_TITLES = {
+    INSTALLABLE: "installable (a package, a server, a browser; KVTIER_REQUIRE_ALL=1 makes these fail)",
+    MACHINE: "machine (GPU, O_DIRECT, mount rights)",
+    "other": "other",
+}
+
+
+def pytest_report_header() -> str:
+    return f"seed: {SEED} (PYTEST_SEED), hash seed: {os.environ.get('PYTHONHASHSEED', 'random')}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first: unmarked, then slow ones, then those on the real model; else the order stays."""
+    items.sort(key=lambda item: 2 if item.get_closest_marker("model") else bool(item.get_closest_marker("slow")))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state; a test that draws takes the number from here."""
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - libraries under test may draw from the global state
+    return SEED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for report in terminalreporter.stats.get("skipped", []):
+        if isinstance(report.longrepr, tuple):
+            kind, reason = kind_of(report.longrepr[2])
+            skipped[kind][reason] += 1
+    terminalreporter.section("could not run here" if skipped else "everything could run here")
+    for kind, title in _TITLES.items():
+        if kind in skipped:
+            terminalreporter.write_line(title)
+            for reason, count in sorted(skipped[kind].items()):
+                terminalreporter.write_line(f"  {count} x {reason}")

@@ -176,8 +176,11 @@ def read_frames(
     framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
 
     def read(part: range) -> list[Proven]:
-        most = 0 if codec.number == 0 else max(codec.encoded_bytes(asked[i].raw_bytes) for i in part)
-        with _staging.lend(len(part), framer.head) as pages, _staging.lend(len(part), most) as encoded:
+        most = max(codec.encoded_bytes(asked[i].raw_bytes) for i in part)
+        with (
+            _staging.lend(len(part), framer.head) as pages,
+            _staging.lend(len(part) if codec.number else 0, most) as encoded,
+        ):
             rooms = [framer.padded(into[i], asked[i].raw_bytes) for i in part] if codec.number == 0 else encoded
             frames = [(page[: framer.head], room) for page, room in zip(pages, rooms, strict=True)]
             outcomes = medium.read(places[part.start : part.stop], frames)

@@ -1,0 +1,361 @@
+"""``nvme:///var/cache/kvtier?capacity=200GiB``: slots in files of one directory, under one byte budget.
+
+A slot is one header page (4 KiB) and the payload rounded up to 4 KiB. Slots of one size are a size class: one file, made
+of extents that are taken from the budget as slots in them are first written. Only the class of the current block size is
+active; the others keep what they have until the active one needs the room, and then give it back extent by extent, least
+recently used first. The budget counts what the file system counts: slot files, database and write-ahead log.
+
+A batch is payload first, then one fdatasync; the caller then commits its rows (``journal``) in one transaction. So what
+is in the index was on the disk, and what is torn was never in the index; headers and sums prove the rest at first read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.abc.medium import Iovec, MediumContext, Outcome, PersistentSlotMedium, Record, Status
+from kvtier.codec.frame import HEADER_BYTES, FrameHeader
+from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
+from kvtier.key import Address, address
+from kvtier.quantity import Bytes, format_bytes
+from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
+from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal
+from kvtier.url import TierUrl
+
+_log = logging.getLogger(__name__)
+
+_EXTENT_BYTES = 256 << 20
+_EXTENTS_OF_A_SMALL_BUDGET = 16
+_OVERHEAD_BYTES = WAL_BYTES + (1 << 20)
+"""Write-ahead log, its index, an empty database, lock file and directory."""
+_DATABASE = "index.sqlite"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a byte budget divides for slots of one size."""
+
+    stride: int
+    """Bytes from slot to slot."""
+    extent_slots: int
+    extents: int
+
+    @classmethod
+    def of(cls, budget: int, payload_bytes: int) -> Geometry:
+        """``extents`` is 0 where the budget does not suffice for one."""
+        stride = PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+        wanted = min(_EXTENT_BYTES, budget // _EXTENTS_OF_A_SMALL_BUDGET)
+        extent_slots = max(1, wanted // stride)
+        each = extent_slots * (stride + ROW_BYTES)
+        return cls(stride, extent_slots, max(0, budget - _OVERHEAD_BYTES) // each)
+
+    @property
+    def slots(self) -> int:
+        return self.extents * self.extent_slots
+
+    @property
+    def extent_bytes(self) -> int:
+        """Budget that one extent takes, its rows included."""
+        return self.extent_slots * (self.stride + ROW_BYTES)
+
+
+class NvmeMedium(PersistentSlotMedium):
+    """Slots of the active size class of one directory. One process at a time."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Params:
+        capacity: Bytes
+        """Budget for everything in the directory."""
+        direct: bool = True
+        """Go around the page cache where the file system allows it."""
+        threads: int = 4
+        """Slots that one batch reads or writes at the same time."""
+
+        def __post_init__(self) -> None:
+            if self.threads < 1:
+                raise ValueError("threads must be at least 1")
+
+    header_bytes = PAGE_BYTES
+    journal: NvmeJournal
+
+    def __init__(self, directory: Path, slot_bytes: int, params: Params) -> None:
+        self.slot_bytes = slot_bytes
+        self._directory = directory
+        self._geometry = Geometry.of(params.capacity, slot_bytes)
+        self._budget = params.capacity
+        if not self._geometry.extents:
+            need = self._geometry.extent_bytes + _OVERHEAD_BYTES
+            raise CapacityError(
+                f"nvme tier {directory}: capacity={format_bytes(params.capacity)} does not hold one block of "
+                f"{format_bytes(slot_bytes)} and the index; it needs {format_bytes(need)}"
+            )
+        self.slots = self._geometry.slots
+        self._lock = threading.Lock()
+        self._extents_lock = threading.Lock()
+        self._closed = False
+        self._lock_file = _locked(directory)
+        try:
+            self._check_disk()
+            self._file = SlotFile(
+                directory / _file_name(self._geometry.stride), self._geometry.stride, direct=params.direct
+            )
+            self._workers = ThreadPoolExecutor(params.threads, "kvtier-nvme") if params.threads > 1 else None
+            self._threads = params.threads
+            self.journal = NvmeJournal(directory / _DATABASE, self._geometry.stride)
+            self._others = self._other_classes()
+            if self.journal.fresh:
+                self._rebuild()
+            self._taken = self._recovered()
+            self._make_room(0)
+        except BaseException:
+            os.close(self._lock_file)
+            raise
+
+    @classmethod
+    def open(cls, location: TierUrl, params: Params, context: MediumContext) -> NvmeMedium:
+        if not location.path or location.host:
+            raise ConfigError(f"{location}: name a directory, with three slashes: nvme:///var/cache/kvtier")
+        try:
+            return cls(Path(location.path), context.slot_bytes, params)
+        except OSError as error:
+            raise ConfigError(f"{location}: {error.strerror or error} ({error.filename or location.path})") from error
+
+    @property
+    def io(self) -> str:  # type: ignore[override]  # it changes when the file system refuses direct I/O
+        return "direct" if self._file.direct else "buffered"
+
+    def read(self, slots: Sequence[int], into: Sequence[Iovec]) -> list[Outcome]:
+        outcomes = self._each(lambda index: self._read(slots[index], into[index]), len(slots))
+        with self._lock:
+            self.bytes_read += sum(outcome.nbytes for outcome in outcomes)
+        return outcomes
+
+    def write(self, slots: Sequence[int], data: Sequence[Iovec]) -> list[Outcome]:
+        refused = self._take_extents({slot // self._geometry.extent_slots for slot in slots})
+
+        def write(index: int) -> Outcome:
+            detail = refused.get(slots[index] // self._geometry.extent_slots)
+            return self._file.write(slots[index], data[index]) if detail is None else Outcome(Status.FAILED, 0, detail)
+
+        outcomes = self._each(write, len(slots))
+        try:
+            self._file.sync()
+        except OSError as error:
+            return [Outcome(Status.FAILED, 0, f"fdatasync: {error.strerror}")] * len(slots)
+        with self._lock:
+            self.bytes_written += sum(outcome.nbytes for outcome in outcomes)
+        return outcomes
+
+    def remember(self, kind: str, digest: bytes, text: str) -> None:
+        self.journal.remember(kind, digest, text)
+
+    def drop_page_cache(self) -> None:
+        """Make the next buffered reads come from the device, for measurements."""
+        self._file.drop_page_cache()
+
+    def held_bytes(self) -> int:
+        """What the file system counts in the directory, now."""
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self._directory))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._workers is not None:
+            self._workers.shutdown()
+        try:
+            self.journal.close()
+        except MediumError as error:
+            _log.warning("%s", error)
+        for file in [self._file, *self._others.values()]:
+            file.close()
+        os.close(self._lock_file)
+
+    def _read(self, slot: int, into: Iovec) -> Outcome:
+        if slot // self._geometry.extent_slots not in self._taken:
+            return Outcome(Status.ABSENT)
+        return self._file.read(slot, into)
+
+    def _each(self, move: Callable[[int], Outcome], count: int) -> list[Outcome]:
+        """``move`` for every index, a few at a time, this thread among them: bytes in flight are ``threads`` slots."""
+        if self._workers is None or count < 2:
+            return [move(index) for index in range(count)]
+        outcomes: list[Outcome] = [Outcome(Status.FAILED)] * count
+        hand = iter(range(count))  # next() of a C iterator is atomic under the GIL
+
+        def play() -> None:
+            for index in hand:
+                outcomes[index] = move(index)
+
+        others = [self._workers.submit(play) for _ in range(min(self._threads, count) - 1)]
+        try:
+            play()
+        finally:
+            wait([other for other in others if not other.cancel()])
+        return outcomes
+
+    def _check_disk(self) -> None:
+        disk = os.statvfs(self._directory)
+        available = disk.f_bavail * disk.f_frsize + self.held_bytes()
+        if self._budget > available:
+            raise CapacityError(
+                f"nvme tier {self._directory}: asked for {format_bytes(self._budget)}, "
+                f"{format_bytes(available)} are available on its file system"
+            )
+
+    def _other_classes(self) -> dict[int, SlotFile]:
+        found = {}
+        for path in self._directory.glob("slots-*.kvt"):
+            stride = _stride_of(path.name)
+            if stride is not None and stride != self._geometry.stride:
+                found[stride] = SlotFile(path, stride, direct=False)
+        return found
+
+    def _geometry_of(self, stride: int) -> Geometry:
+        return Geometry.of(self._budget, stride - PAGE_BYTES)
+
+    def _rebuild(self) -> None:
+        """Fill the index from the header pages; a slot whose header does not parse is free."""
+        if self.journal.lost is not None:
+            _log.warning("NVMe index in %s was unusable (%s): rebuilt", self._directory, self.journal.lost)
+        for file in [self._file, *self._others.values()]:
+            newest: dict[Address, Record] = {}
+            for slot in file.used_slots():
+                record = _record(slot, file.head(slot, HEADER_BYTES))
+                if record is not None and record.used > newest.get(record.address, _NEVER).used:
+                    newest[record.address] = record
+            self.journal.insert(file.stride, list(newest.values()))
+        self.journal.seal()
+
+    def _recovered(self) -> set[int]:
+        """Extents of the active class that hold anything; whatever else the slot files have goes back."""
+        self.journal.drop(self._geometry.stride, min(self.slots, self._file.slots))
+        for stride, file in list(self._others.items()):
+            if not self._only_held(file, self._geometry_of(stride)):
+                self._drop_class(stride)
+        return {extent for extent in self._only_held(self._file, self._geometry) if extent < self._geometry.extents}
+
+    def _only_held(self, file: SlotFile, geometry: Geometry) -> set[int]:
+        """Extents that have rows, and those that the file system cannot take back."""
+        held = set(self.journal.extents(file.stride, geometry.extent_slots))
+        for extent in range(-(-file.slots // geometry.extent_slots) - 1, -1, -1):
+            if extent not in held and not file.give_back(extent * geometry.extent_slots, geometry.extent_slots):
+                held.add(extent)
+        return held
+
+    def _take_extents(self, extents: set[int]) -> dict[int, str]:
+        """Take those that are not taken yet; returns the ones that cannot be, and why."""
+        refused: dict[int, str] = {}
+        if extents <= self._taken:
+            return refused
+        with self._extents_lock:
+            for extent in sorted(extents - self._taken):
+                try:
+                    self._make_room(self._geometry.extent_bytes)
+                    self._file.take(extent * self._geometry.extent_slots, self._geometry.extent_slots)
+                    self._taken.add(extent)
+                except OSError as error:
+                    refused[extent] = f"errno {error.errno}: {error.strerror}"
+                except MediumError as error:
+                    refused[extent] = str(error)
+        return refused
+
+    def _make_room(self, wanted: int) -> None:
+        """Have other size classes give extents back until ``wanted`` bytes more are within the budget."""
+        own = len(self._taken) * self._geometry.extent_bytes + max(_OVERHEAD_BYTES, self.journal.held_bytes()) + wanted
+        while self._others and own + sum(file.held_bytes for file in self._others.values()) > self._budget:
+            self._give_back_oldest()
+
+    def _give_back_oldest(self) -> None:
+        ages = [
+            (used, stride, extent)
+            for stride in self._others
+            for extent, used in self.journal.extents(stride, self._geometry_of(stride).extent_slots).items()
+        ]
+        if not ages:
+            for stride in list(self._others):
+                self._drop_class(stride)
+            return
+        _, stride, extent = min(ages)
+        each = self._geometry_of(stride).extent_slots
+        self.journal.drop(stride, extent * each, (extent + 1) * each)
+        last_one = [age[1] for age in ages].count(stride) == 1
+        if last_one or not self._others[stride].give_back(extent * each, each):
+            self._drop_class(stride)
+
+    def _drop_class(self, stride: int) -> None:
+        self.journal.drop(stride, 0)
+        file = self._others.pop(stride)
+        file.close()
+        file.path.unlink(missing_ok=True)
+
+
+_NEVER = Record(0, Address(b""), Address(b""), 0, b"", float("-inf"))
+
+
+def _file_name(stride: int) -> str:
+    return f"slots-{stride}.kvt"
+
+
+def _stride_of(name: str) -> int | None:
+    digits = name.removeprefix("slots-").removesuffix(".kvt")
+    stride = int(digits) if digits.isdigit() else 0
+    return stride if stride > PAGE_BYTES and stride % PAGE_BYTES == 0 else None
+
+
+def _record(slot: int, page: bytes) -> Record | None:
+    try:
+        header = FrameHeader.parse(memoryview(page))
+    except CorruptFrame:
+        return None
+    return Record(
+        slot=slot,
+        address=address(header.key, header.shard),
+        parent=address(header.parent, header.shard),
+        depth=header.depth,
+        tenant=header.tenant,
+        used=header.created,
+        expires_at=header.expires_at,
+    )
+
+
+def _locked(directory: Path) -> int:
+    """The directory's lock, held until it is closed. Makes the directory; refuses one that holds other people's files."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    foreign = [name for name in sorted(entry.name for entry in directory.iterdir()) if not _is_ours(name)]
+    if foreign:
+        raise ConfigError(
+            f"nvme tier {directory}: holds what is not kvtier's ({foreign[0]}); give it a directory of its own"
+        )
+    directory.chmod(0o700)
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise ConfigError(
+            f"nvme tier {directory}: process {holder} is using it; to share one directory between engines, "
+            "let the kvtier daemon hold it and connect them to the daemon"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _is_ours(name: str) -> bool:
+    return (
+        name in (_LOCK, "lost+found") or name.startswith(_DATABASE) or (name[:6] == "slots-" and name.endswith(".kvt"))
+    )

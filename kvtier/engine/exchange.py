@@ -19,6 +19,7 @@ from kvtier.pool import Slot
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 ASK_SECONDS = 30.0
 """A connector that answers "ask later" for longer is not asked again for that request: its tokens are computed."""
@@ -28,7 +29,11 @@ class Exchange:
     """Matches, loads and saves of all sequences, through one connector or none."""
 
     def __init__(
-        self, connector: KVConnector | None, cache: BlockCache, now: Callable[[], float], ask_seconds: float = ASK_SECONDS
+        self,
+        connector: KVConnector | None,
+        cache: BlockCache,
+        now: Callable[[], float],
+        ask_seconds: float = ASK_SECONDS,
     ) -> None:
         self._connector = connector
         self._cache = cache
@@ -50,15 +55,21 @@ class Exchange:
         """Slots that saves under way still hold."""
         return len(self._held)
 
+    def held_slots(self) -> list[Slot]:
+        """Slots that saves under way hold, once per save."""
+        return [slot for _, slot in self._held]
+
     def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
         """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step."""
         room = len(span) - computed_blocks
-        if not self.active or (not room and not len(span)) or sequence.id in self._gave_up:
+        if not self.active or not len(span) or sequence.id in self._gave_up:
             return 0
-        tokens = self._guarded(
+        tokens: int | None = self._guarded(
             lambda c: c.scheduler.get_num_new_matched_tokens(sequence.id, span, computed_blocks), 0
         )
         if tokens is None:
+            if not room:
+                return 0
             now = self._now()
             sequence.asked = now if sequence.asked is None else sequence.asked
             if now - sequence.asked < self._ask_seconds:
@@ -96,7 +107,7 @@ class Exchange:
         self._gave_up.discard(sequence.id)
         if self.active:
             self.dropped += max(0, sequence.committed - sequence.offered)
-            self._guarded(lambda c: c.scheduler.request_finished(sequence.id), False)
+            self._guarded(lambda c: c.scheduler.request_finished(sequence.id), None)
 
     def plan(self) -> StepPlan:
         return self._guarded(lambda c: c.scheduler.build_connector_meta(), StepPlan())
@@ -107,6 +118,9 @@ class Exchange:
 
     def wait_for_layer(self, layer: int) -> None:
         self._guarded(lambda c: c.worker.wait_for_layer_load(layer), None)
+
+    def layer_written(self, layer: int) -> None:
+        self._guarded(lambda c: c.worker.save_kv_layer(layer), None)
 
     def failed(self, plan: StepPlan) -> frozenset[int]:
         """Slots of the plan's loads that hold garbage; all of them where the connector itself failed."""
@@ -125,7 +139,7 @@ class Exchange:
             return
         try:
             ended = self._connector.worker.get_finished()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
             self._break("get_finished", error)
             return
         self._release(ended)
@@ -143,16 +157,16 @@ class Exchange:
                 else:
                     log.error("the connector ended a save of slot %d for %s that is not under way", slot, request_id)
 
-    def _guarded(self, call: Callable[[KVConnector], T], fallback: T) -> T:
+    def _guarded(self, call: Callable[[KVConnector], T], fallback: U) -> T | U:
         if self._connector is None or self.fault is not None:
             return fallback
         try:
             return call(self._connector)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
             self._break("the connector", error)
             return fallback
 
     def _break(self, where: str, error: Exception) -> None:
         if self.fault is None:
             self.fault = f"{where} failed: {error!r}"
-            log.exception("%s failed; going on without the cache tiers below HBM", where, exc_info=error)
+            log.error("%s failed; going on without the tiers below HBM", where, exc_info=error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -97,3 +98,24 @@ class Output:
     """No continuation of this request gives anything after this output."""
     logprob: tuple[Logprob, list[Logprob]] | None = None
     """The token's log probability and the best alternatives, where the request asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All that one continuation gave."""
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    text: str
+    finish: FinishReason
+    stats: RequestStats
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output]) -> Completion:
+        """Put together what the steps gave; the last of ``outputs`` is the continuation's last."""
+        last = outputs[-1]
+        assert last.finish is not None, "a continuation without an end"
+        tokens = tuple(token for output in outputs for token in output.tokens)
+        text = "".join(output.text for output in outputs)
+        return cls(last.request_id, last.index, tokens, text, last.finish, last.stats)

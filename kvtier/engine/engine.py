@@ -1,0 +1,389 @@
+"""The engine: requests in, tokens and text out, one step at a time.
+
+`Engine` is synchronous. ``add_request`` and ``abort`` may be called from any thread and only leave a note; everything else
+happens inside ``step``, on the one thread that runs steps. The engine's lock guards its pool and sequences: it is held
+while a step is planned and while its results are noted, not while the model computes.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.abc.connector import KVConnector
+from kvtier.abc.medium import SlotMedium
+from kvtier.engine.attention import Chunk
+from kvtier.engine.block_cache import BlockCache
+from kvtier.engine.exchange import ASK_SECONDS, Exchange
+from kvtier.engine.model import LlamaModel, StepBatch
+from kvtier.engine.request import Completion, FinishReason, Output, Request, RequestStats
+from kvtier.engine.sampler import Logprob, logprobs, sample
+from kvtier.engine.scheduler import Limits, Schedule, Scheduler, Work
+from kvtier.engine.sequence import Chain, Group, Sequence
+from kvtier.engine.stop import StopMatcher
+from kvtier.engine.tally import StepTimes, Tally
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import RequestError
+from kvtier.key import Identity, Origin, Scope, root_key
+from kvtier.metrics import EngineMetrics
+from kvtier.pool import BlockPool
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.002
+"""How long whoever drives steps sleeps after one that could do nothing (a match or a save is under way)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine allows."""
+
+    limits: Limits
+    max_length: int
+    """Longest sequence in tokens, prompt and generated ones together."""
+    prefix_cache: bool = True
+    """Find again in HBM what earlier requests filled."""
+    seed: int = 0
+    """Where the seeds of requests without one come from."""
+    ask_seconds: float = ASK_SECONDS
+    """How long a connector may answer "ask later" for one request."""
+    stall_seconds: float = 60.0
+    """A sequence that could get no slot for so long, because saves hold them and do not end, is given up."""
+
+
+class Engine:
+    """Continuous batching over a paged KV cache."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        tokenizer: Tokenizer | None,
+        hbm: SlotMedium,
+        kv: torch.Tensor,
+        pool: BlockPool,
+        identity: Identity,
+        config: EngineConfig,
+        connector: KVConnector | None = None,
+        metrics: EngineMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``kv`` is the tensor behind ``hbm``, ``[slot, layer, K/V, token, kv_head, head_dim]``, one slot per slot of ``pool``.
+
+        Pool, medium and connector come from a door; from here on the pool belongs to the engine and to ``lock``.
+        """
+        block_tokens = identity.layout.block_tokens
+        assert kv.shape[0] == hbm.slots == pool.capacity, (kv.shape, hbm.slots, pool.capacity)
+        assert kv.shape[3] == block_tokens, (kv.shape, block_tokens)
+        self.tokenizer = tokenizer
+        self.identity = identity
+        self.config = config
+        self.pool = pool
+        self.lock = threading.RLock()
+        self.times = StepTimes()
+        self.max_length = min(config.max_length, model.config.max_positions, pool.capacity * block_tokens)
+        """Longest sequence that this engine can ever hold."""
+        self.progressed = False
+        """Whether the last step computed anything."""
+        self._model, self._kv, self._clock = model, kv, clock
+        self._tally = Tally(metrics)
+        self._eos = frozenset(model.config.eos_ids)
+        self._origin = identity.digest()
+        self._cache = BlockCache(pool, block_tokens, hbm.slot_bytes, clock, reuse=config.prefix_cache)
+        self._exchange = Exchange(connector, self._cache, clock, config.ask_seconds)
+        self._scheduler = Scheduler(self._cache, self._exchange, config.limits, clock)
+        self._random = random.Random(config.seed)  # noqa: S311 - chooses words, guards nothing
+        self._arrivals = itertools.count()
+        self._door = threading.Lock()
+        self._inbox: collections.deque[Sequence | str] = collections.deque()
+        self._groups: dict[str, list[Sequence]] = {}
+        self._last_progress = clock()
+        if connector is not None:
+            connector.worker.register_kv_caches(hbm)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything: requests are open, or saves still hold slots."""
+        return bool(self._groups or self._inbox or self._exchange.held)
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._groups)
+
+    @property
+    def cache_fault(self) -> str | None:
+        """Why the connector is not used any more; None while all is well."""
+        return self._exchange.fault
+
+    @property
+    def saves_dropped(self) -> int:
+        """Blocks that were filled and never taken for saving."""
+        return self._exchange.dropped
+
+    def add_request(self, request: Request) -> RequestStats:
+        """Queue a request. Any thread; never waits for a step. Raises `RequestError` for what can never be served."""
+        self._check(request)
+        stats = RequestStats(len(request.prompt), self._clock())
+        sampling = request.sampling
+        scope = Scope(tenant=request.tenant, salt=request.salt)
+        origin = Origin(self._origin, scope.digest(), scope.tenant_id)
+        with self._door:
+            if request.id in self._groups:
+                raise RequestError(f"a request with the id {request.id!r} is already open")
+            seed = self._random.getrandbits(62) if sampling.seed is None else sampling.seed
+            sequence = Sequence(
+                group=Group(request, stats, seed, unfinished=sampling.n),
+                index=0,
+                chain=Chain(origin, root_key(self.identity, scope), self._cache.block_tokens),
+                tokens=list(request.prompt),
+                arrival=(next(self._arrivals), 0),
+                detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+                stops=StopMatcher(sampling.stop),
+                forks=sampling.n - 1,
+            )
+            self._groups[request.id] = [sequence]
+            self._inbox.append(sequence)
+        return stats
+
+    def abort(self, request_id: str) -> None:
+        """End a request, in whatever state it is, at the next step. Any thread; unknown ids are no error."""
+        self._inbox.append(request_id)
+
+    def step(self) -> list[Output]:
+        """Plan, load, compute, sample, note. Returns what it added to each sequence; nothing where there was nothing to do."""
+        began = time.perf_counter()
+        with self.lock:
+            outputs = self._read_inbox()
+            self._exchange.collect()
+            schedule = self._scheduler.schedule()
+            plan = self._exchange.plan()
+            outputs += self._give_up_stalled(schedule)
+        self.progressed = bool(schedule.work)
+        self._tally.step(len(self._scheduler.running), len(self._scheduler.waiting), schedule.preempted)
+        planned = time.perf_counter()
+        self.times.plan += planned - began
+        if not schedule.work:
+            self._exchange.start_saves(plan)
+            return outputs
+        for source, target in schedule.copies:
+            self._kv[target].copy_(self._kv[source])
+        self._exchange.start_loads(plan)
+        work = list(schedule.work.values())
+        logits = self._model.forward(
+            _batch(work),
+            self._kv,
+            before_layer=self._exchange.wait_for_layer if plan.loads else None,
+            after_layer=self._exchange.layer_written if self._exchange.active else None,
+        )
+        failed = self._exchange.failed(plan)
+        computed = time.perf_counter()
+        self.times.forward += computed - planned
+        with self.lock:
+            outputs += self._note(work, schedule, logits, failed)
+            plan = self._exchange.plan()
+        self._exchange.start_saves(plan)
+        self.times.note += time.perf_counter() - computed
+        self.times.steps += 1
+        self.times.tokens += sum(each.count for each in work)
+        return outputs
+
+    def run(self, requests: Iterable[Request]) -> list[Completion]:
+        """Serve ``requests`` together, to their ends; in order of request and continuation. For scripts and tests."""
+        order = {request.id: position for position, request in enumerate(requests) if self.add_request(request)}
+        pieces: dict[tuple[str, int], list[Output]] = collections.defaultdict(list)
+        unfinished = set(order)
+        while unfinished:
+            for output in self.step():
+                pieces[output.request_id, output.index].append(output)
+                if output.last:
+                    unfinished.discard(output.request_id)
+            if not self.progressed and unfinished:
+                time.sleep(IDLE_SECONDS)
+        ended = [Completion.of(outputs) for (request_id, _), outputs in pieces.items() if request_id in order]
+        return sorted(ended, key=lambda each: (order[each.request_id], each.index))
+
+    def settle(self, timeout: float) -> bool:
+        """Run steps until no request is open and no save holds a slot; whether that was reached in ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.has_work:
+            if time.monotonic() > deadline:
+                return False
+            self.step()
+            if not self.progressed:
+                time.sleep(IDLE_SECONDS)
+        return True
+
+    def reset_prefix_cache(self) -> int:
+        """Drop every HBM block that no sequence and no save holds; returns how many. Tiers below keep theirs."""
+        with self.lock:
+            return self._cache.reset()
+
+    def check_integrity(self) -> list[str]:
+        """Disagreements between pool, block tables and saves under way, in words. Between steps only."""
+        with self.lock:
+            found = self.pool.check()
+            expected: collections.Counter[int] = collections.Counter(self._exchange.held_slots())
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                expected.update(sequence.slots)
+                if len(sequence.slots) != self._cache.blocks(sequence.computed):
+                    found.append(f"{sequence.id} has {len(sequence.slots)} slots for {sequence.computed} tokens")
+            for slot in range(self.pool.capacity):
+                counted = self.pool.references(slot)  # type: ignore[arg-type]  # every number below capacity is a slot
+                if counted != expected[slot]:
+                    found.append(f"slot {slot} is counted {counted} times and held {expected[slot]} times")
+            if not self._groups and self.pool.writing + self.pool.retiring and not self._exchange.held:
+                found.append(f"idle, and {self.pool.writing} slots are in writing, {self.pool.retiring} retiring")
+        return found
+
+    def _check(self, request: Request) -> None:
+        prompt, sampling = request.prompt, request.sampling
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= self._model.config.vocab:
+            raise RequestError(f"token ids must be from 0 to {self._model.config.vocab - 1}")
+        if len(prompt) >= self.max_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; this engine holds {self.max_length} per sequence, "
+                f"and at least one must be left to generate"
+            )
+        if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > self.max_length:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and max_tokens of {sampling.max_tokens} are more than the "
+                f"{self.max_length} that this engine holds per sequence"
+            )
+        if sampling.n > self.config.limits.sequences:
+            raise RequestError(f"n must be at most {self.config.limits.sequences} here, got {sampling.n}")
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+
+    def _read_inbox(self) -> list[Output]:
+        outputs: list[Output] = []
+        while self._inbox:
+            note = self._inbox.popleft()
+            if isinstance(note, Sequence):
+                self._scheduler.add(note)
+                continue
+            unfinished = [each for each in self._groups.get(note, ()) if each.finish is None]
+            outputs += [self._end(sequence, FinishReason.ABORT) for sequence in unfinished]
+        return outputs
+
+    def _give_up_stalled(self, schedule: Schedule) -> list[Output]:
+        now = self._clock()
+        stuck = [*self._scheduler.running, *self._scheduler.waiting]
+        if schedule.work or not stuck or not self._exchange.held:
+            self._last_progress = now
+        if now - self._last_progress < self.config.stall_seconds:
+            return []
+        self._last_progress = now
+        sequence = min(stuck, key=lambda each: each.arrival)
+        log.error("%s got no slot for %.0f s: saves hold them and do not end", sequence.id, self.config.stall_seconds)
+        return [self._end(sequence, FinishReason.ERROR)]
+
+    def _note(self, work: list[Work], schedule: Schedule, logits: torch.Tensor, failed: frozenset[int]) -> list[Output]:
+        """Advance every sequence of the step; choose the next token where the last one was reached and nothing failed."""
+        chosen: list[tuple[Sequence, int]] = []
+        row = 0
+        for each in work:
+            samples = each.samples
+            if self._scheduler.complete(each, failed) and samples:
+                chosen += [(member, row) for member in (each.sequence, *self._fork(each.sequence))]
+            row += samples
+        self._scheduler.offer_leftovers(schedule.work)
+        return self._choose(chosen, logits)
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        if not sequence.forks:
+            return []
+        children = self._scheduler.fork(sequence, self.tokenizer)
+        self._groups[sequence.group.request.id] += children
+        return children
+
+    def _choose(self, chosen: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[Output]:
+        if not chosen:
+            return []
+        began = time.perf_counter()
+        rows = [row for _, row in chosen]
+        picked = logits if rows == list(range(len(logits))) else logits[rows]
+        tokens = sample(picked, [sequence.draw() for sequence, _ in chosen])
+        spent = time.perf_counter() - began
+        self.times.sample += spent
+        self.times.note -= spent
+        return [self._advance(each, picked[i], tokens[i]) for i, (each, _) in enumerate(chosen)]
+
+    def _advance(self, sequence: Sequence, logits: torch.Tensor, token: int) -> Output:
+        """Add a token to a sequence, and end it where that is its last."""
+        group, sampling = sequence.group, sequence.group.request.sampling
+        now = self._clock()
+        if group.stats.first_token is None:
+            group.stats.first_token = now
+            if group.request.capture_logits:
+                group.stats.first_logits = logits.clone()
+            self._tally.first_token(group.stats)
+        sequence.tokens.append(token)
+        group.stats.completion_tokens += 1
+        extra = None if sampling.logprobs is None else logprobs(logits[None], [token], sampling.logprobs)[0]
+        text, finish = self._text(sequence, token)
+        if finish is None and (sequence.generated == sampling.max_tokens or len(sequence.tokens) >= self.max_length):
+            finish = FinishReason.LENGTH
+        if finish is None:
+            return Output(group.request.id, sequence.index, (token,), text, group.stats, logprob=extra)
+        return self._end(sequence, finish, (token,), text, extra)
+
+    def _text(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
+        """What ``token`` adds to the text that may be shown, and whether it ends the sequence."""
+        sampling = sequence.group.request.sampling
+        counts = sequence.generated >= sampling.min_tokens
+        if counts and (token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)):
+            return "", FinishReason.STOP
+        piece = sequence.detokenizer.push(token) if sequence.detokenizer is not None else ""
+        if not counts:
+            return piece, None
+        text, stopped = sequence.stops.push(piece)
+        return text, FinishReason.STOP if stopped else None
+
+    def _end(
+        self,
+        sequence: Sequence,
+        finish: FinishReason,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprob: tuple[Logprob, list[Logprob]] | None = None,
+    ) -> Output:
+        """Take a sequence out of everything; its last output carries what its text still held back."""
+        group = sequence.group
+        sequence.finish = finish
+        self._scheduler.remove(sequence)
+        if finish is not FinishReason.ABORT and sequence.detokenizer is not None:
+            rest, stopped = sequence.stops.push(sequence.detokenizer.finish())
+            text += rest if stopped else rest + sequence.stops.finish()
+        group.unfinished -= 1 + sequence.forks
+        sequence.forks = 0
+        if not group.unfinished:
+            group.stats.finished = self._clock()
+            with self._door:
+                del self._groups[group.request.id]
+            self._tally.finished(group.stats, group.request.sampling.n, finish)
+        return Output(
+            group.request.id, sequence.index, tokens, text, group.stats, finish, not group.unfinished, logprob
+        )
+
+
+def _batch(work: list[Work]) -> StepBatch:
+    return StepBatch(
+        tuple(
+            Chunk(
+                each.sequence.tokens[each.start : each.start + each.count],
+                each.start,
+                each.sequence.slots,
+                "last" if each.samples else "none",
+            )
+            for each in work
+        )
+    )

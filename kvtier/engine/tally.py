@@ -1,0 +1,61 @@
+"""Where the engine's time goes, and what it reports to metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.engine.request import FinishReason, RequestStats
+from kvtier.metrics import EngineMetrics
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds that steps have spent, summed since the last ``clear``."""
+
+    steps: int = 0
+    tokens: int = 0
+    plan: float = 0.0
+    """Scheduling, and what the connector answers to it."""
+    forward: float = 0.0
+    """The model: torch operators, what leads up to them, and waiting for loads."""
+    sample: float = 0.0
+    note: float = 0.0
+    """Publishing blocks, offering saves, text and stop strings."""
+
+    @property
+    def total(self) -> float:
+        return self.plan + self.forward + self.sample + self.note
+
+    def clear(self) -> None:
+        self.steps = self.tokens = 0
+        self.plan = self.forward = self.sample = self.note = 0.0
+
+
+class Tally:
+    """Reports to `EngineMetrics`, or to nobody."""
+
+    def __init__(self, metrics: EngineMetrics | None) -> None:
+        self._metrics = metrics
+
+    def step(self, running: int, waiting: int, preempted: int) -> None:
+        if self._metrics is not None:
+            self._metrics.queue(running=running, waiting=waiting)
+            if preempted:
+                self._metrics.preempted(preempted)
+
+    def first_token(self, stats: RequestStats) -> None:
+        if self._metrics is None or stats.ttft is None:
+            return
+        self._metrics.first_token(stats.ttft)
+        self._metrics.prompt_tokens("computed", stats.computed_tokens)
+        self._metrics.prompt_tokens("hbm", stats.hbm_tokens)
+        self._metrics.prompt_tokens("external", stats.external_tokens)
+
+    def finished(self, stats: RequestStats, continuations: int, finish: FinishReason) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.finished(finish)
+        self._metrics.generated(stats.completion_tokens)
+        tokens = stats.completion_tokens // continuations - 1
+        if tokens > 0 and stats.first_token is not None and stats.finished is not None:
+            self._metrics.next_token((stats.finished - stats.first_token) / tokens)

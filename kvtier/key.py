@@ -167,12 +167,14 @@ def chain_keys(
     """Keys of the full blocks of ``tokens``, the first of which follows ``parent``.
 
     ``extras`` maps a block's index in this call to its extras in position order. A partly filled last block has no key.
-    Token ids outside uint32 raise ``OverflowError``.
+    Token ids outside uint32 raise ``OverflowError``, anything but whole numbers ``TypeError``.
     """
     count = len(tokens) // block_tokens
     ids = np.asarray(tokens[: count * block_tokens])
     if ids.size and (ids.min() < 0 or ids.max() >= 1 << 32):
         raise OverflowError("token ids must fit uint32")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"token ids must be whole numbers, not {ids.dtype}")
     raw = ids.astype("<u4").tobytes()
     size = 4 * block_tokens
     before = _LENGTH.pack(KEY_BYTES)
@@ -206,6 +208,8 @@ class Shard:
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size < 1 << 16:
             raise ValueError(f"tp rank {self.tp_rank} of {self.tp_size}")
+        if not (0 <= self.pp_stage < 1 << 16 and 0 <= self.group < 1 << 16):
+            raise ValueError(f"pp stage {self.pp_stage} and cache group {self.group} must fit uint16")
 
     def packed(self) -> bytes:
         """8 bytes, four uint16 little-endian, in declared order."""

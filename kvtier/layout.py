@@ -95,6 +95,8 @@ class Layout:
             if whole.kv_heads % tp_size:
                 raise ValueError(f"{whole.kv_heads} KV heads do not split over {tp_size} ranks")
             part = replace(whole, kv_heads=whole.kv_heads // tp_size)
+        elif tp_size % whole.kv_heads:
+            raise ValueError(f"{whole.kv_heads} KV heads do not repeat evenly over {tp_size} ranks")
         else:
             part = replace(whole, kv_heads=1)
         return Layout((part,), self.block_tokens)

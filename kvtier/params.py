@@ -24,16 +24,17 @@ _RULES = {
     str: "a text",
     Bytes: "a size such as 8GiB",
     Seconds: "a duration such as 500ms",
+    TierUrl: "a tier URL",
 }
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """``; did you mean 'x'?`` with the closest of ``valid``, or the whole list where none is close."""
-    names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    names = {each.casefold(): each for each in sorted(valid)}
+    close = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6)
     if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; valid: {', '.join(names)}" if names else "; none is valid here"
+        return f"; did you mean {names[close[0]]!r}?"
+    return f"; valid: {', '.join(names.values())}" if names else "; none is valid here"
 
 
 def type_hints(cls: type) -> Mapping[str, Any]:
@@ -78,7 +79,9 @@ def _rule(hint: Any) -> str:  # noqa: ANN401 - an annotation
     choices = _choices(hint)
     if choices is not None:
         return f"one of {', '.join(choices)}"
-    return _RULES.get(hint, "a list" if get_origin(hint) is tuple else "a value of its type")
+    if get_origin(hint) is tuple:
+        return f"a list whose items are each {_rule(get_args(hint)[0])}"
+    return _RULES[hint]
 
 
 def _choices(hint: Any) -> dict[str, Any] | None:  # noqa: ANN401 - an annotation

@@ -81,7 +81,7 @@ def _rule(hint: Any) -> str:  # noqa: ANN401 - an annotation
         return f"one of {', '.join(choices)}"
     if get_origin(hint) is tuple:
         return f"a list whose items are each {_rule(get_args(hint)[0])}"
-    return _RULES[hint]
+    return _RULES.get(hint, f"a {hint}")
 
 
 def _choices(hint: Any) -> dict[str, Any] | None:  # noqa: ANN401 - an annotation

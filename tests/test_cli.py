@@ -1,0 +1,161 @@
+"""The ``kvtier`` command as a person meets it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.cli import main as cli
+from kvtier.errors import ModelError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCRIPT = Path(sysconfig.get_path("scripts")) / "kvtier"
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("KVTIER_CONFIG", "KVTIER_TIERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+    """Registers ``kvtier probe``, which does what the test says."""
+
+    def register(run: Callable[[argparse.Namespace], int]) -> None:
+        monkeypatch.setitem(cli.COMMANDS, "probe", "do what the test says")
+        monkeypatch.setitem(
+            sys.modules, "kvtier.cli.probe", SimpleNamespace(add_arguments=lambda parser: None, run=run)  # type: ignore[arg-type]  # stands for a module
+        )  # fmt: skip
+
+    return register
+
+
+def exit_of(*argv: str) -> int:
+    """The exit code, whether argparse leaves or main returns."""
+    try:
+        return cli.main(argv)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+def test_help_lists_every_subcommand_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("--help") == 0
+    shown = capsys.readouterr().out
+    for name, summary in cli.COMMANDS.items():
+        assert any(line.split() == [name, *summary.split()] for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of(name, "--help") == 0
+    assert capsys.readouterr().out.startswith(f"usage: kvtier {name}")
+
+
+def test_the_installed_script_says_help_without_loading_torch() -> None:
+    code = "import sys; from kvtier.cli.main import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.rstrip().endswith("False")
+    version = subprocess.run([SCRIPT, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert version.stdout.startswith("kvtier ")
+
+
+def test_config_shows_values_with_their_sources_as_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text('tiers = ["dram://?capacity=4MiB"]\n')
+    assert exit_of("config", "--config", str(file), "--hbm-blocks", "77") == 0
+    shown = capsys.readouterr().out
+    assert tomllib.loads(shown)["engine"]["hbm_blocks"] == 77
+    assert tomllib.loads(shown)["tiers"] == ["dram://?capacity=4MiB"]
+    lines = {line.split(" ")[0]: line for line in shown.splitlines()}
+    assert lines["hbm_blocks"].endswith("# flag --hbm-blocks")
+    assert lines["seed"].endswith("# default")
+    assert f"]  # file {file}" in " ".join(shown.split("\n")).replace("   ", "")
+
+
+def test_what_config_prints_is_a_file_with_the_same_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert exit_of("config", "--tier", "dram://?capacity=4MiB", "--threads", "3") == 0
+    file = tmp_path / "kvtier.toml"
+    printed = capsys.readouterr().out
+    file.write_text(printed)
+    assert exit_of("config", "--config", str(file)) == 0
+    assert tomllib.loads(capsys.readouterr().out) == tomllib.loads(printed)
+
+
+def test_config_masks_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("config", "--tier", "redis://user:hunter2@localhost:6379/0") == 0
+    assert "redis://user:***@localhost:6379/0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "kvtier: error: the following arguments are required: SUBCOMMAND"),
+        (("confg",), "kvtier: error: argument SUBCOMMAND: invalid choice: 'confg'"),
+        (("config", "--hbm-bloks=3"), "kvtier config: error: unknown argument '--hbm-bloks'; did you mean '--hbm-blocks'?"),
+        (("config", "--hbm", "3"), "kvtier config: error: unknown argument '--hbm'"),
+        (("config", "more"), "kvtier config: error: unknown argument 'more'"),
+        (("config", "--hbm-blocks", "x"), "kvtier: error: flag --hbm-blocks: hbm_blocks: 'x' is not a whole number"),
+        (("config", "--tier", "s3://b"), "kvtier: error: unknown tier scheme 's3'; installed: dram, "),
+        (("config", "--tier", "dram://?capactiy=1"), "did you mean 'capacity'?"),
+        (("config", "--tier", "redis://:hunter2"), "kvtier: error: flag --tier: tiers: redis://...: "),
+        (("config", "--config", "/nowhere"), "kvtier: error: /nowhere: cannot read the settings: No such file or directory"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_of(*argv) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert "hunter2" not in shown.err
+
+
+def test_a_fault_of_the_user_inside_a_command(
+    command: Callable[[Callable[[argparse.Namespace], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(args: argparse.Namespace) -> int:
+        raise ModelError("no model at ./nowhere")
+
+    command(missing)
+    assert exit_of("probe") == 2
+    assert capsys.readouterr().err == "kvtier: error: no model at ./nowhere\n"
+
+
+def test_ctrl_c_is_130_and_quiet(
+    command: Callable[[Callable[[argparse.Namespace], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert exit_of("probe") == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_is_not_dressed_up_as_the_users_fault(command: Callable[[Callable[[argparse.Namespace], int]], None]) -> None:
+    command(lambda args: int("bug"))
+    with pytest.raises(ValueError, match="bug"):
+        exit_of("probe")
+
+
+def test_a_reader_that_has_gone_ends_it_quietly() -> None:
+    piped = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; '{SCRIPT}' config --tier dram://?capacity=1MiB | true"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert piped.stderr == ""

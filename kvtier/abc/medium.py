@@ -153,7 +153,7 @@ class KeyMedium(Medium):
 
     @abstractmethod
     def scan(self) -> Iterator[Address]:
-        """Every name that is present, in no order."""
+        """Every name that is present, in no order; one may come twice."""
 
     @abstractmethod
     def ping(self) -> None:

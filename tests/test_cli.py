@@ -36,9 +36,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Nam
 
     def register(run: Callable[[argparse.Namespace], int]) -> None:
         monkeypatch.setitem(cli.COMMANDS, "probe", "do what the test says")
-        monkeypatch.setitem(
-            sys.modules, "kvtier.cli.probe", SimpleNamespace(add_arguments=lambda parser: None, run=run)  # type: ignore[arg-type]  # stands for a module
-        )  # fmt: skip
+        module = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+        monkeypatch.setitem(sys.modules, "kvtier.cli.probe", module)
 
     return register
 

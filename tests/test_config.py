@@ -251,7 +251,7 @@ def test_what_belongs_to_the_tier_is_split_from_what_belongs_to_the_medium() -> 
     url = TierUrl.parse("redis://h?write=through&codec=shuffle-lz4&policy=arc&capacity=1&ttl=1h")
     options, params = tier_options(url, Params)
     assert (options.write, options.codec, options.policy) == (WriteMode.THROUGH, "shuffle-lz4", "arc")
-    assert params.ttl == 3600
+    assert params.ttl == 3600.0
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_toml_value_keeps_its_type(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('log_level = "error"\n[store]\ndeadline = 1.5\ngate = true\ndrain = "1m"\n')
     settings = resolve({"config": str(path)}, {}).settings
-    assert (settings.store.deadline, settings.store.gate, settings.store.drain) == (1.5, True, 60)
+    assert (settings.store.deadline, settings.store.gate, settings.store.drain) == (1.5, True, 60.0)
     assert settings.log_level is LogLevel.ERROR
 
 

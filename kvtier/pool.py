@@ -105,10 +105,14 @@ class BlockPool:
 
     def lookup(self, entries: Sequence[Address]) -> list[Slot]:
         """Slots of the longest resident prefix of ``entries``; takes no reference."""
-        slots = list(map(self._slot_of.get, entries))
+        slots = self.places(entries)
         if None in slots:
             del slots[slots.index(None) :]
         return slots  # type: ignore[return-value]
+
+    def places(self, entries: Sequence[Address]) -> list[Slot | None]:
+        """Per entry its slot, or None where it is not resident."""
+        return list(map(self._slot_of.get, entries))
 
     def slot(self, entry: Address) -> Slot | None:
         return self._slot_of.get(entry)
@@ -139,8 +143,7 @@ class BlockPool:
             victims = self.victims(short, now, keep) if evict else None
             if victims is None:
                 return None
-            for slot in victims:
-                evicted.append(self.retire(slot, evicted=True))
+            evicted.extend(self.retire(slot, evicted=True) for slot in victims)
             self.release(victims, now)
         slots = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
@@ -150,7 +153,7 @@ class BlockPool:
         return Allocation(slots, evicted)
 
     def commit(self, slot: Slot, entry: Address, meta: EntryMeta, now: float) -> bool:
-        """Show a WRITING slot as ``entry``. False where another slot has it already: the first copy wins, this one stays WRITING."""
+        """Show a WRITING slot as ``entry``. False where another slot has it: the first copy wins, this one stays WRITING."""
         assert self._state[slot] == WRITING, f"slot {slot} is not being written"
         if entry in self._slot_of:
             return False
@@ -246,7 +249,7 @@ class BlockPool:
     def retire(self, slot: Slot, *, evicted: bool) -> Address:
         """Take a READY slot's entry off the map at once; the slot is RETIRING, with one reference more, until released."""
         entry = self._entry[slot]
-        assert entry is not None and self._state[slot] == READY, f"slot {slot} is not ready"
+        assert entry is not None, f"slot {slot} is not ready"
         del self._slot_of[entry]
         self._entry[slot] = None
         self._state[slot] = RETIRING

@@ -21,7 +21,10 @@ class LoadPlan:
 
     request_id: str
     span: Span
+    """What was matched: the whole prompt from depth 0."""
     slots: tuple[int, ...]
+    start: int = 0
+    """Index in ``span`` of the block that goes into the first slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,12 @@ class SchedulerConnector(ABC):
         """Everything planned since the last call, for the worker half."""
 
     @abstractmethod
-    def request_finished(self, request_id: str) -> bool:
-        """The request ended in any way. True: saves still read its slots; hold them until ``get_finished`` names them."""
+    def update_connector_output(self, finished: Finished) -> None:
+        """What the worker half said of ended transfers, passed on by the engine."""
 
     @abstractmethod
-    def reset_cache(self) -> None:
-        """Forget everything that was stored."""
+    def request_finished(self, request_id: str) -> bool:
+        """The request ended in any way. True: saves still read its slots; hold them until ``get_finished`` names them."""
 
 
 class WorkerConnector(ABC):

@@ -39,6 +39,7 @@ class Reason(enum.Enum):
     CLEARED = "cleared"
     NO_LOAD = "the request asked not to load"
     NO_ROOM = "no room to promote it"
+    BELOW = "in a lower tier"
     BEHIND_A_MISS = "an earlier block of its chain is missing"
 
 
@@ -111,7 +112,9 @@ class Store(ABC):
 
     @abstractmethod
     def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:
-        """Look up what follows the first ``start`` blocks of the span, lease what is found, note a use of the whole prefix. Asking again for a live request returns the same object.
+        """Look up what follows the first ``start`` blocks of the span, and lease what is found.
+
+        The whole prefix, ``start`` included, counts as used. Asking again for a live request returns the same object.
 
         What lies below DRAM is PENDING while its promotion runs. ``load=False`` finds nothing and says NO_LOAD.
         """

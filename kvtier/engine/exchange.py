@@ -41,6 +41,7 @@ class Exchange:
         self._ask_seconds = ask_seconds
         self._held: set[tuple[str, Slot]] = set()
         self._gave_up: set[str] = set()
+        self._starts: dict[str, int] = {}
         self.fault: str | None = None
         """Why the connector is not used any more; None while it is."""
         self.dropped = 0
@@ -60,10 +61,17 @@ class Exchange:
         return [slot for _, slot in self._held]
 
     def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
-        """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step."""
+        """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step.
+
+        A match begins where the engine's own hit ended when it was first asked. Where HBM has gained or lost blocks of the
+        prompt since then, that match is given up and another one asked for.
+        """
         room = len(span) - computed_blocks
         if not self.active or not len(span) or sequence.id in self._gave_up:
             return 0
+        if self._starts.setdefault(sequence.id, computed_blocks) != computed_blocks:
+            self._guarded(lambda c: c.scheduler.update_state_after_alloc(sequence.id, (), 0), None)
+            self._starts[sequence.id] = computed_blocks
         tokens: int | None = self._guarded(
             lambda c: c.scheduler.get_num_new_matched_tokens(sequence.id, span, computed_blocks), 0
         )
@@ -82,7 +90,7 @@ class Exchange:
     def allocated(self, sequence: TokenSequence, slots: Sequence[Slot]) -> None:
         """``slots`` are where the sequence's match is to be loaded; none of them: the match is given up."""
         sequence.asked = None
-        self._gave_up.discard(sequence.id)
+        self._settled(sequence)
         tokens = len(slots) * self._cache.block_tokens
         self._guarded(lambda c: c.scheduler.update_state_after_alloc(sequence.id, slots, tokens), None)
 
@@ -104,7 +112,7 @@ class Exchange:
 
     def finished(self, sequence: TokenSequence) -> None:
         """The sequence has ended, in whatever state it was."""
-        self._gave_up.discard(sequence.id)
+        self._settled(sequence)
         if self.active:
             self.dropped += max(0, sequence.committed - sequence.offered)
             self._guarded(lambda c: c.scheduler.request_finished(sequence.id), None)
@@ -142,10 +150,13 @@ class Exchange:
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
             self._break("get_finished", error)
             return
+        if ended.saved:
+            self._guarded(lambda c: c.scheduler.update_connector_output(ended), None)
         self._release(ended)
 
-    def reset(self) -> None:
-        self._guarded(lambda c: c.scheduler.reset_cache(), None)
+    def _settled(self, sequence: TokenSequence) -> None:
+        self._gave_up.discard(sequence.id)
+        self._starts.pop(sequence.id, None)
 
     def _release(self, ended: Finished) -> None:
         for request_id, slots in ended.saved:

@@ -1,0 +1,145 @@
+"""The DRAM tier: where every block passes on its way up or down."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kvtier.abc.medium import SlotMedium
+from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.codec.frame import FrameHeader
+from kvtier.key import Address
+from kvtier.pool import BlockPool, Slot
+
+
+def parent_address(header: FrameHeader) -> Address | None:
+    """The address of a block's parent; None for the first of a chain."""
+    return Address(header.parent + header.shard.packed()) if header.depth else None
+
+
+def entry_meta(header: FrameHeader) -> EntryMeta:
+    """What a policy may know of a block."""
+    return EntryMeta(
+        parent_address(header), header.depth, header.raw_bytes, expires_at=header.expires_at, tenant=header.tenant
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A block that had to leave DRAM, and whether every lower tier had declined it."""
+
+    address: Address
+    declined: bool
+
+
+class _Owing(Container[Address]):
+    """Resident entries that some lower tier is still to be offered."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def __contains__(self, entry: object) -> bool:
+        slot = self._arena.pool.slot(entry)  # type: ignore[arg-type]
+        return slot is not None and self._arena.owed[slot] != 0
+
+
+class _Paid(_Owing):
+    """Resident entries that no lower tier is to be offered any more."""
+
+    def __contains__(self, entry: object) -> bool:
+        return not super().__contains__(entry)
+
+
+class Arena:
+    """Slots of DRAM, what each holds, and which lower tiers each is still owed to. Called under the store's lock."""
+
+    def __init__(self, medium: SlotMedium, policy: EvictionPolicy) -> None:
+        self.medium = medium
+        self.pool = BlockPool(medium.slots, policy)
+        self.headers: list[FrameHeader | None] = [None] * medium.slots
+        self.owed = bytearray(medium.slots)
+        """Per slot a bit per lower tier that is still to be offered, or is being written."""
+        self.below = bytearray(medium.slots)
+        """Per slot a bit per lower tier that took it."""
+        self._quarantined: list[Slot] = []
+        self._most_quarantined = max(1, medium.slots // 100)
+        self.owing = _Owing(self)
+        self.paid = _Paid(self)
+
+    def view(self, slot: Slot, nbytes: int) -> memoryview:
+        view = self.medium.view(slot)
+        assert view is not None, "DRAM is addressable"
+        return view[:nbytes]
+
+    def take(self, count: int, now: float) -> tuple[list[Slot], list[Gone]]:
+        """Up to ``count`` WRITING slots: free ones, or those of clean victims. Never waits for a demotion."""
+        while count:
+            victims: list[Slot] | None = []
+            if count > self.pool.free:
+                victims = self.pool.victims(count - self.pool.free, now, self.owing)
+            if victims is not None:
+                gone = [self.drop(slot, evicted=True) for slot in victims]
+                self.pool.release(victims, now)
+                allocation = self.pool.allocate(count, now, evict=False)
+                assert allocation is not None
+                return allocation.slots, gone
+            count = max(self.pool.free, count // 2) if count > self.pool.free + 1 else self.pool.free
+        return [], []
+
+    def show(self, slot: Slot, address: Address, header: FrameHeader, now: float) -> bool:
+        """Commit a WRITING slot; False where the block is there already."""
+        if not self.pool.commit(slot, address, entry_meta(header), now):
+            return False
+        self.headers[slot] = header
+        self.owed[slot] = 0
+        self.below[slot] = 0
+        return True
+
+    def drop(self, slot: Slot, *, evicted: bool) -> Gone:
+        """Take a READY slot off the map, with one reference of the caller's to release."""
+        gone = Gone(self.pool.retire(slot, evicted=evicted), self.below[slot] == 0)
+        self.headers[slot] = None
+        self.owed[slot] = 0
+        return gone
+
+    def quarantine(self, slot: Slot) -> None:
+        """Take a READY slot whose content did not prove off the map, and out of use while that is affordable."""
+        self.drop(slot, evicted=False)
+        self._quarantined.append(slot)
+        while len(self._quarantined) > self._most_quarantined:
+            self.pool.release([self._quarantined.pop(0)], 0.0)
+
+    @property
+    def owing_count(self) -> int:
+        return len(self.owed) - self.owed.count(0)
+
+    @property
+    def quarantined(self) -> list[Slot]:
+        return list(self._quarantined)
+
+    def header(self, slot: Slot) -> FrameHeader:
+        header = self.headers[slot]
+        assert header is not None, f"slot {slot} is resident"
+        return header
+
+    def check(self) -> list[str]:
+        """Disagreements between the pool and what is known of its slots, in words."""
+        found = self.pool.check()
+        for address in self.pool.entries():
+            slot = self.pool.slot(address)
+            assert slot is not None
+            header = self.headers[slot]
+            if header is None or address[: len(header.key)] != header.key:
+                found.append(f"dram slot {slot} holds another block than its entry says")
+        return found
+
+    def counts(self) -> dict[str, int]:
+        pool = self.pool
+        return {"free": pool.free, "writing": pool.writing, "ready": pool.ready, "retiring": pool.retiring}
+
+    def clean(self, slots: Sequence[Slot], bit: int, *, taken: bool) -> None:
+        """A lower tier took the blocks, or declined them: either way they are owed to it no more."""
+        for slot in slots:
+            self.owed[slot] &= ~bit
+            if taken:
+                self.below[slot] |= bit

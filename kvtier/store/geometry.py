@@ -1,0 +1,29 @@
+"""What all objects of one store have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.codec.frame import Asked
+from kvtier.key import Address, Shard, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shard that a store keeps, and the size of its blocks."""
+
+    shard: Shard
+    layout: bytes
+    """Fingerprint of the shard's layout."""
+    block_bytes: int
+    block_tokens: int
+
+    def addresses(self, span: Span) -> list[Address]:
+        suffix = self.shard.packed()
+        return [Address(key + suffix) for key in span.keys]
+
+    def asked(self, span: Span, indexes: Sequence[int]) -> list[Asked]:
+        """What the frames of these blocks of the span have to be."""
+        identity = span.origin.identity
+        return [Asked(span.keys[index], self.shard, self.layout, identity, self.block_bytes) for index in indexes]

@@ -1,0 +1,60 @@
+"""Why blocks went, and what requests were told: bounded memory of both, so that a miss can always be explained."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from kvtier.abc.store import BlockFound, Reason
+from kvtier.key import Address
+
+MOST_GONE = 1 << 15
+"""Blocks whose end is remembered."""
+MOST_REFUSED = 1 << 16
+"""Blocks that are refused although a tier may still have them."""
+MOST_REQUESTS = 4096
+"""Requests whose last match is remembered, each as runs of equal answers."""
+
+
+class History:
+    """Called under the store's lock."""
+
+    def __init__(self) -> None:
+        self._gone: OrderedDict[Address, Reason] = OrderedDict()
+        self._refused: OrderedDict[Address, Reason] = OrderedDict()
+        self._told: OrderedDict[str, list[tuple[BlockFound, int]]] = OrderedDict()
+
+    def went(self, addresses: Iterable[Address], reason: Reason) -> None:
+        for address in addresses:
+            self._gone[address] = reason
+            self._gone.move_to_end(address)
+        while len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
+
+    def came(self, address: Address) -> None:
+        """The block was saved again: what was said of it before is over."""
+        self._gone.pop(address, None)
+        self._refused.pop(address, None)
+
+    def refuse(self, address: Address, reason: Reason) -> None:
+        """The block did not prove or was dropped: it misses until it is saved again, whoever still has it."""
+        self._refused[address] = reason
+        while len(self._refused) > MOST_REFUSED:
+            self._refused.popitem(last=False)
+
+    def refuses(self, address: Address) -> bool:
+        return address in self._refused
+
+    def why(self, address: Address) -> Reason:
+        return self._refused.get(address) or self._gone.get(address, Reason.NEVER_STORED)
+
+    def tell(self, request_id: str, blocks: Sequence[BlockFound]) -> None:
+        self._told.pop(request_id, None)
+        runs = (list(run) for _, run in groupby(blocks, key=id))  # equal answers are one shared object
+        self._told[request_id] = [(run[0], len(run)) for run in runs]
+        while len(self._told) > MOST_REQUESTS:
+            self._told.popitem(last=False)
+
+    def told(self, request_id: str) -> list[BlockFound]:
+        return [block for block, count in self._told.get(request_id, []) for _ in range(count)]

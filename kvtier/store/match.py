@@ -1,0 +1,87 @@
+"""What the store has found for one request, and the lease on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvtier.abc.store import BlockFound, Found, Match, Reason
+from kvtier.key import Address, Span
+from kvtier.pool import Slot
+from kvtier.transfer.workers import Urgency
+
+UNKNOWN = BlockFound(Found.PENDING)
+BEHIND = BlockFound(Found.MISS, reason=Reason.BEHIND_A_MISS)
+_MISSED = {reason: BlockFound(Found.MISS, None, reason) for reason in Reason}
+
+
+def missed(reason: Reason, tier: str | None = None) -> BlockFound:
+    return _MISSED[reason] if tier is None else BlockFound(Found.MISS, tier, reason)
+
+
+class TieredMatch(Match):
+    """A match and its lease. Its fields belong to the promoter, which changes them under the store's lock."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        advance: Callable[[TieredMatch], None],
+        give_up: Callable[[TieredMatch], None],
+        request_id: str,
+        span: Span,
+        start: int,
+        addresses: Sequence[Address],
+        deadline: float,
+        urgency: Urgency,
+    ) -> None:
+        self._lock = lock
+        self._advance = advance
+        self._give_up = give_up
+        self.request_id = request_id
+        self.span = span
+        self.start = start
+        self.addresses = addresses
+        """Of the whole span; what is matched begins at ``start``."""
+        self.deadline = deadline
+        self.urgency = urgency
+        self.found: list[BlockFound] = [UNKNOWN] * (len(addresses) - start)
+        self.slots: dict[int, Slot] = {}
+        """DRAM slots on which this match holds a reference, by index from ``start``."""
+        self.awaited = 0
+        """Blocks on their way up."""
+        self.present: dict[str, int] = {}
+        """By tier that probes: index from ``start`` up to which it has everything."""
+        self.probing = False
+        self.reserved = 0
+        """Slots that count against the half of DRAM that unscheduled requests may hold."""
+        self.settled = False
+        self.released = False
+        self.seconds = 0.0
+
+    @property
+    def blocks(self) -> Sequence[BlockFound]:
+        return tuple(self.found)
+
+    @property
+    def pending(self) -> bool:
+        with self._lock:
+            self._advance(self)
+            return not self.settled
+
+    @property
+    def hits(self) -> int:
+        hit = Found.HIT
+        return next((index for index, block in enumerate(self.found) if block.found is not hit), len(self.found))
+
+    @property
+    def load_seconds(self) -> float:
+        return self.seconds
+
+    def release(self) -> None:
+        with self._lock:
+            self._give_up(self)
+
+    def end(self, start: int, answer: BlockFound) -> None:
+        """Everything from ``start`` on is missed, the first of it as ``answer`` says."""
+        if start < len(self.found):
+            self.found[start:] = [answer, *[BEHIND] * (len(self.found) - start - 1)]

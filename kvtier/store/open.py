@@ -1,0 +1,148 @@
+"""From tier URLs to an open store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
+from kvtier.abc.policy import EvictionPolicy
+from kvtier.codec.catalogue import codec_named
+from kvtier.config import StoreSettings, WriteMode
+from kvtier.cost import Gate, OpenGate
+from kvtier.errors import ConfigError, MediumUnavailable
+from kvtier.key import Identity, Shard
+from kvtier.metrics import Metrics
+from kvtier.policy.lru import LruPolicy
+from kvtier.registry import TierPlan, plan_tier
+from kvtier.store.arena import Arena
+from kvtier.store.geometry import Geometry
+from kvtier.store.promotion import DRAM
+from kvtier.store.store import TieredStore
+from kvtier.tier import KeyTier, LowerTier, SlotTier
+from kvtier.transfer.workers import Workers
+from kvtier.url import TierUrl
+
+_log = logging.getLogger(__name__)
+
+DRAM_THREADS = 2
+
+
+def open_store(
+    tiers: Sequence[TierUrl],
+    identity: Identity,
+    settings: StoreSettings,
+    metrics: Metrics,
+    *,
+    shard: Shard = Shard(),  # noqa: B008 - frozen
+    gate: Gate | None = None,
+    require_all: bool = False,
+) -> TieredStore:
+    """Open every tier and the store over them, fastest first; the first is ``dram://``.
+
+    Raises ``ConfigError`` for whatever is wrong in a URL, for a medium that answers and refuses, and for one that does not
+    answer where ``require_all`` is set; otherwise that tier starts degraded and is used as soon as it answers. What was
+    opened before an error is closed again.
+    """
+    plans = [plan_tier(url) for url in tiers]
+    _check(plans)
+    layout = identity.layout.shard(shard.tp_size, shard.group)
+    geometry = Geometry(shard, layout.fingerprint(), layout.block_bytes, layout.block_tokens)
+    context = MediumContext(slot_bytes=geometry.block_bytes, clock=time.time)
+    opened: list[Medium] = []
+    workers: list[Workers] = []
+    lock = threading.Lock()
+    try:
+        dram = plans[0].open(context)
+        opened.append(dram)
+        assert isinstance(dram, SlotMedium), "dram:// is slot-addressed"
+        lower: list[LowerTier] = []
+        for plan, name in zip(plans[1:], _names(plans[1:]), strict=True):
+            medium = plan.open(context)
+            opened.append(medium)
+            workers.append(Workers(name, settings.transfer_threads))
+            tier = _lower_tier(name, plan, medium, workers[-1], metrics, lock)
+            lower.append(tier)
+            _greet(tier, identity, require_all=require_all)
+        workers.append(Workers(DRAM, DRAM_THREADS, most_saves=256))
+        arena = Arena(dram, _policy(plans[0], dram.slots))
+        return TieredStore(
+            geometry,
+            arena,
+            metrics.tier(DRAM),
+            lower,
+            workers[-1],
+            gate or OpenGate(),
+            lock,
+            verify=plans[0].options.verify,
+            deadline=settings.deadline,
+        )
+    except BaseException:
+        for each in workers:
+            each.close()
+        for one in opened:
+            one.close()
+        raise
+
+
+def _check(plans: Sequence[TierPlan]) -> None:
+    schemes = [plan.url.scheme for plan in plans]
+    if not plans or schemes[0] != DRAM or DRAM in schemes[1:]:
+        named = ", ".join(f"{scheme}://" for scheme in schemes) or "none"
+        raise ConfigError(
+            f"tiers: the first tier, and only that, has to be dram://, because every lower tier is fed through it; got {named}"
+        )
+    if plans[0].options.write is not WriteMode.THROUGH:
+        raise ConfigError(f"{plans[0].url}: write: dram is offered every block, so only through is possible")
+    for plan in plans:
+        codec = codec_named(plan.options.codec)
+        if codec.lossy:
+            raise ConfigError(f"{plan.url}: codec: {codec.name} is lossy and belongs to the whole store, not to one tier")
+        if plan.options.policy != "lru":
+            raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: lru")
+    if plans[0].options.codec != "raw":
+        raise ConfigError(f"{plans[0].url}: codec: dram keeps blocks as they are; only raw is possible")
+
+
+def _names(plans: Sequence[TierPlan]) -> list[str]:
+    """A short name per tier: its scheme, numbered from the second of a kind on."""
+    seen: dict[str, int] = {}
+    names = []
+    for plan in plans:
+        kind = "redis" if plan.url.scheme.startswith("redis") else plan.url.scheme
+        seen[kind] = seen.get(kind, 0) + 1
+        names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
+    return names
+
+
+def _policy(plan: TierPlan, capacity: int) -> EvictionPolicy:
+    del plan
+    return LruPolicy(capacity)
+
+
+def _lower_tier(
+    name: str, plan: TierPlan, medium: Medium, workers: Workers, metrics: Metrics, lock: threading.Lock
+) -> LowerTier:
+    codec = codec_named(plan.options.codec)
+    if isinstance(medium, PersistentSlotMedium):
+        if not codec.fixed_ratio:
+            raise ConfigError(
+                f"{plan.url}: codec: a slot-addressed tier takes codecs of a fixed ratio only, and {codec.name} is not one"
+            )
+        policy = _policy(plan, medium.slots)
+        return SlotTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock, policy)
+    if isinstance(medium, KeyMedium):
+        return KeyTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock)
+    raise ConfigError(f"{plan.url}: {plan.url.scheme}:// cannot be a tier below dram")
+
+
+def _greet(tier: LowerTier, identity: Identity, *, require_all: bool) -> None:
+    """See that the tier answers, and leave the readable record of our identity in it."""
+    try:
+        tier.greet(identity.digest(), f"{identity.model} {identity.weights} {identity.kv_dtype}")
+    except MediumUnavailable as silent:
+        if require_all:
+            raise
+        tier.degrade(str(silent))

@@ -1,0 +1,384 @@
+"""The way up: matches, their leases, and the blocks that come up from lower tiers for them.
+
+A match walks the chain; what is in DRAM is a HIT, what is below is PENDING while it is read, proved and committed. A match
+takes every slot that it will load from, or read into, before its first byte moves. Matches of requests that are not yet
+scheduled hold at most half of DRAM, in the order in which they asked; one that alone wants more is cut to that half.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+
+from kvtier.abc.medium import Outcome, Status
+from kvtier.abc.store import BlockFound, Found, Reason
+from kvtier.codec.frame import Asked, FrameHeader
+from kvtier.config import WriteMode
+from kvtier.cost import Gate
+from kvtier.key import Address, Span
+from kvtier.metrics import TierMetrics
+from kvtier.pool import Slot
+from kvtier.store.arena import Arena, Gone
+from kvtier.store.demotion import Demoter
+from kvtier.store.geometry import Geometry
+from kvtier.store.history import History
+from kvtier.store.match import TieredMatch, missed
+from kvtier.tier import LowerTier
+from kvtier.transfer.workers import Urgency
+
+BATCH_BYTES = 16 << 20
+"""Bytes of one read from a lower tier: large enough for bandwidth, small enough that the first arrive early."""
+DRAM = "dram"
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One block on its way into a DRAM slot, and the matches that wait for it (with the index it has in each)."""
+
+    address: Address
+    slot: Slot
+    tier: LowerTier
+    waiting: list[tuple[TieredMatch, int]] = field(default_factory=list)
+    dropped: BlockFound | None = None
+    """What it is to be once it arrives, where it was dropped on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where one block of a match is: in DRAM, on its way, or in a lower tier."""
+
+    slot: Slot | None = None
+    arrival: Arrival | None = None
+    tier: LowerTier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The usable prefix of a match, and why it ends where it does (None: it does not)."""
+
+    steps: list[Step]
+    end: BlockFound | None
+
+
+class Promoter:
+    """Owns the matches. Called under the store's lock, but for ``_fetch`` and the probes, which run on transfer threads."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena: Arena,
+        dram: TierMetrics,
+        tiers: Sequence[LowerTier],
+        demoter: Demoter,
+        history: History,
+        gate: Gate,
+        lock: threading.Lock,
+        clock: Callable[[], float],
+        deadline: float,
+    ) -> None:
+        self.reserved = 0
+        """Slots that matches of unscheduled requests hold or wait for."""
+        self.arriving: dict[Address, Arrival] = {}
+        self.matches: dict[str, TieredMatch] = {}
+        self._geometry = geometry
+        self._arena = arena
+        self._dram = dram
+        self._tiers = tuple(tiers)
+        self._demoter = demoter
+        self._history = history
+        self._gate = gate
+        self._lock = lock
+        self._clock = clock
+        self._deadline = deadline
+        self._half = max(1, arena.pool.capacity // 2)
+        self._batch = max(1, BATCH_BYTES // geometry.block_bytes)
+        self._line: OrderedDict[str, TieredMatch] = OrderedDict()
+        self._hit = {name: BlockFound(Found.HIT, name) for name in [DRAM, *(tier.name for tier in tiers)]}
+        self._coming = {tier.name: BlockFound(Found.PENDING, tier.name) for tier in tiers}
+
+    def open(self, request_id: str, span: Span, start: int, urgency: Urgency) -> TieredMatch:
+        """A new live match, not advanced yet."""
+        deadline = self._clock() + self._deadline
+        addresses = self._geometry.addresses(span)
+        match = TieredMatch(self._lock, self.advance, self.release, request_id, span, start, addresses, deadline, urgency)
+        self.matches[request_id] = match
+        return match
+
+    def advance(self, match: TieredMatch) -> None:
+        """Let a pending match go on: its deadline, or its turn for room, may have come."""
+        if match.settled:
+            return
+        if self._clock() >= match.deadline:
+            self._expire(match)
+        elif not match.probing and not match.awaited and (match.request_id not in self._line or self._is_first(match)):
+            walk = self._walk(match)
+            if walk is not None:
+                self._reserve(match, walk)
+
+    def refuse(self, match: TieredMatch, reason: Reason) -> None:
+        """Settle a new match as missed from its first block on."""
+        match.end(0, missed(reason))
+        self._settle(match)
+
+    def release(self, match: TieredMatch) -> None:
+        """End a match's lease and life. Idempotent."""
+        if match.released:
+            return
+        match.released = True
+        self.reserved -= match.reserved
+        match.reserved = 0
+        self._arena.pool.release(list(match.slots.values()), self._clock())
+        match.slots = {}
+        self._line.pop(match.request_id, None)
+        if self.matches.get(match.request_id) is match:
+            del self.matches[match.request_id]
+        if not match.settled:
+            match.settled = True
+            self._miss_pending(match)
+            self._history.tell(match.request_id, match.found)
+
+    def note_gone(self, gone: Sequence[Gone]) -> None:
+        """Blocks were evicted from DRAM."""
+        for one in gone:
+            self._history.went([one.address], Reason.DECLINED if one.declined and self._tiers else Reason.EVICTED)
+        if gone:
+            self._dram.evicted(Reason.EVICTED, len(gone))
+
+    def _is_first(self, match: TieredMatch) -> bool:
+        return next(iter(self._line), match.request_id) == match.request_id
+
+    def _expire(self, match: TieredMatch) -> None:
+        self._miss_pending(match)
+        match.awaited = 0
+        match.probing = False
+        self._settle(match)
+
+    def _miss_pending(self, match: TieredMatch) -> None:
+        for index, block in enumerate(match.found):
+            if block.found is Found.PENDING:
+                match.end(index, missed(Reason.DEADLINE, block.tier))
+                break
+
+    def _walk(self, match: TieredMatch) -> Walk | None:
+        """Where each block of the match is; None where a probe has been sent and must answer first."""
+        addresses = match.addresses[match.start :]
+        resident = self._arena.pool.places(addresses)
+        steps: list[Step] = [Step(slot) for slot in resident]
+        if None not in resident:
+            return Walk(steps, None)
+        known = [(tier, tier.places(addresses)) for tier in self._tiers if tier.usable and not tier.probes]
+        shared = [tier for tier in self._tiers if tier.usable and tier.probes]
+        for index in range(resident.index(None), len(steps)):
+            if resident[index] is not None:
+                continue
+            address = addresses[index]
+            arrival = self.arriving.get(address)
+            if arrival is not None and arrival.dropped is None:
+                steps[index] = Step(arrival=arrival)
+                continue
+            tier: LowerTier | None = None
+            if not self._history.refuses(address):
+                tier = next((one for one, places in known if places[index] is not None), None)
+                unasked = next((one for one in shared if one.name not in match.present), None)
+                if tier is None and unasked is not None:
+                    self._probe(match, unasked, index)
+                    return None
+                tier = tier or next((one for one in shared if index < match.present[one.name]), None)
+            if tier is None:
+                return Walk(steps[:index], missed(self._why(address)))
+            steps[index] = Step(tier=tier)
+        return Walk(steps, None)
+
+    def _why(self, address: Address) -> Reason:
+        why = self._history.why(address)
+        degraded = any(not tier.usable for tier in self._tiers)
+        return Reason.TIER_DEGRADED if degraded and why in (Reason.NEVER_STORED, Reason.EVICTED) else why
+
+    def _probe(self, match: TieredMatch, tier: LowerTier, index: int) -> None:
+        wanted = match.addresses[match.start + index :]
+        match.probing = True
+
+        def probe() -> None:
+            present = tier.probe(wanted)
+            with self._lock:
+                match.present[tier.name] = index + present
+                match.probing = False
+                self.advance(match)
+
+        if not tier.workers.submit(match.urgency, probe):
+            match.present[tier.name] = 0
+            match.probing = False
+
+    def _reserve(self, match: TieredMatch, walk: Walk) -> None:
+        """Take every slot that the match will load from or read into, or let it wait for its turn."""
+        steps, end = self._gated(walk)
+        if steps and (len(steps) > self._half - self.reserved or not self._is_first(match)):
+            if self.reserved or not self._is_first(match):
+                self._line[match.request_id] = match
+                return
+            steps, end = steps[: self._half], missed(Reason.NO_ROOM)
+        self._line.pop(match.request_id, None)
+        now = self._clock()
+        held = {index: step.slot for index, step in enumerate(steps) if step.slot is not None}
+        self._arena.pool.acquire(list(held.values()))
+        wanted = [index for index, step in enumerate(steps) if step.tier is not None]
+        slots, gone = self._arena.take(len(wanted), now)
+        self.note_gone(gone)
+        if len(slots) < len(wanted):
+            cut = wanted[len(slots)]
+            self._arena.pool.release([slot for index, slot in held.items() if index >= cut], now)
+            held = {index: slot for index, slot in held.items() if index < cut}
+            steps, end = steps[:cut], missed(Reason.NO_ROOM)
+        match.slots = held
+        match.reserved = len(steps)
+        self.reserved += len(steps)
+        if end is not None:
+            match.end(len(steps), end)
+        for index in held:
+            match.found[index] = self._hit[DRAM]
+        self._start(match, steps, slots)
+        if not match.awaited:
+            self._settle(match)
+
+    def _gated(self, walk: Walk) -> tuple[list[Step], BlockFound | None]:
+        """Cut the walk before the first run of blocks that is not worth loading."""
+        steps, index = walk.steps, 0
+        while index < len(steps):
+            tier = steps[index].tier
+            run = index + 1
+            while run < len(steps) and steps[run].tier is tier:
+                run += 1
+            name, count = tier.name if tier else DRAM, run - index
+            if not self._gate.admits(name, count * self._geometry.block_bytes, count * self._geometry.block_tokens):
+                return steps[:index], missed(Reason.BELOW_BREAK_EVEN, name)
+            index = run
+        return steps, walk.end
+
+    def _start(self, match: TieredMatch, steps: Sequence[Step], slots: Sequence[Slot]) -> None:
+        """Join what is on its way already, and send for the rest."""
+        free = iter(slots)
+        batches: list[list[int]] = []
+        for index, step in enumerate(steps):
+            arrival = step.arrival
+            if step.tier is not None:
+                arrival = Arrival(match.addresses[match.start + index], next(free), step.tier)
+                self.arriving[arrival.address] = arrival
+                last = batches[-1] if batches else []
+                if not last or len(last) == self._batch or steps[last[-1]].tier is not step.tier:
+                    batches.append([])
+                batches[-1].append(index)
+            if arrival is not None:
+                arrival.waiting.append((match, index))
+                match.found[index] = self._coming[arrival.tier.name]
+                match.awaited += 1
+        for batch in batches:
+            asked = self._geometry.asked(match.span, [match.start + index for index in batch])
+            arrivals = [self.arriving[match.addresses[match.start + index]] for index in batch]
+            if not arrivals[0].tier.workers.submit(match.urgency, partial(self._fetch, arrivals, asked)):
+                self._arrive(arrivals, [Outcome(Status.FAILED, 0, "closed")] * len(arrivals), [None] * len(arrivals))
+
+    def _fetch(self, batch: Sequence[Arrival], asked: Sequence[Asked]) -> None:
+        """On a transfer thread, without the lock."""
+        views = [self._arena.view(arrival.slot, self._geometry.block_bytes) for arrival in batch]
+        outcomes, headers = batch[0].tier.fetch([arrival.address for arrival in batch], views, asked)
+        with self._lock:
+            self._arrive(batch, outcomes, headers)
+
+    def _arrive(
+        self, batch: Sequence[Arrival], outcomes: Sequence[Outcome], headers: Sequence[FrameHeader | None]
+    ) -> None:
+        ended: dict[int, TieredMatch] = {}
+        for arrival, outcome, header in reversed(list(zip(batch, outcomes, headers, strict=True))):
+            if self.arriving.get(arrival.address) is arrival:
+                del self.arriving[arrival.address]
+            slot, why = self._landed(arrival, outcome, header)
+            for match, index in arrival.waiting:
+                if match.settled:
+                    continue
+                if why is None:
+                    self._arena.pool.acquire([slot])
+                    match.slots[index] = slot
+                match.found[index] = why or self._hit[arrival.tier.name]
+                match.awaited -= 1
+                ended[id(match)] = match
+            self._arena.pool.release([arrival.slot], self._clock())
+        for match in ended.values():
+            if not match.awaited:
+                self._settle(match)
+
+    def _landed(self, arrival: Arrival, outcome: Outcome, header: FrameHeader | None) -> tuple[Slot, BlockFound | None]:
+        """Commit an arrival that proved: the slot that has it, or why there is none."""
+        slot, address, tier = arrival.slot, arrival.address, arrival.tier
+        if arrival.dropped is not None:
+            return slot, arrival.dropped
+        if outcome.done and header is not None:
+            if not self._arena.show(slot, address, header, self._clock()):
+                there = self._arena.pool.slot(address)
+                assert there is not None, "the first copy is there"
+                return there, None
+            self._history.came(address)
+            self._demoter.owe_promoted(slot, address, tier)
+            return slot, None
+        if outcome.status is Status.CORRUPT:
+            self._history.refuse(address, Reason.SUM_FAILED)
+            return slot, missed(Reason.SUM_FAILED, tier.name)
+        reason = Reason.EVICTED if outcome.status is Status.ABSENT else Reason.READ_FAILED
+        if not tier.usable:
+            reason = Reason.TIER_DEGRADED
+        self._history.went([address], reason)
+        return slot, missed(reason, tier.name)
+
+    def _settle(self, match: TieredMatch) -> None:
+        """Nothing is pending any more: fix the answer, let go of what lies behind it, count once, note the use."""
+        if match.settled:
+            return
+        match.settled = True
+        self._line.pop(match.request_id, None)
+        hits = match.hits
+        if hits < len(match.found):
+            match.end(hits, match.found[hits])
+        self._arena.pool.release([slot for index, slot in match.slots.items() if index >= hits], self._clock())
+        match.slots = {index: slot for index, slot in match.slots.items() if index < hits}
+        self.reserved += hits - match.reserved
+        match.reserved = hits
+        self._note_use(match.addresses[: match.start + hits])
+        if match.urgency is Urgency.PREFETCH:
+            self.release(match)
+            return
+        match.seconds = self._gate.seconds(DRAM, hits * self._geometry.block_bytes)
+        self._history.tell(match.request_id, match.found)
+        self._count(match.found)
+
+    def _count(self, blocks: Sequence[BlockFound]) -> None:
+        given: dict[str, int] = {}
+        misses: dict[str | Enum, int] = {}
+        for block in blocks:
+            if block.found is Found.HIT and block.tier:
+                given[block.tier] = given.get(block.tier, 0) + 1
+            elif block.reason:
+                misses[block.reason] = misses.get(block.reason, 0) + 1
+        below = sum(given.values())
+        for name, metrics in [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]:
+            below -= given.get(name, 0)
+            metrics.settled(given.get(name, 0), {**misses, **({Reason.BELOW: below} if below else {})})
+
+    def _note_use(self, addresses: Sequence[Address]) -> None:
+        """A match has reached these blocks: recency in every tier, and a second use for tiers that wait for one."""
+        if not addresses:
+            return
+        now = self._clock()
+        places = self._arena.pool.places(addresses)
+        self._arena.pool.touch([slot for slot in places if slot is not None], now)
+        for tier in self._tiers:
+            if tier.usable:
+                tier.touch(addresses, now)
+                if tier.probes:
+                    tier.workers.submit(Urgency.SAVE, partial(tier.refresh, addresses))
+        if any(tier.write is WriteMode.SELECTIVE for tier in self._tiers):
+            for address, slot in zip(addresses, places, strict=True):
+                if slot is not None:
+                    self._demoter.used_again(slot, address)

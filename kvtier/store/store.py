@@ -1,0 +1,382 @@
+"""The tiered store.
+
+State (pools, leases, matches, policies) changes under one lock, in microseconds; bytes move outside it on transfer threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from kvtier.abc.medium import Outcome, Status
+from kvtier.abc.store import BlockFound, Fence, Match, Reason, SlotRange, Store, Transfer
+from kvtier.codec.frame import FrameHeader
+from kvtier.config import Verify
+from kvtier.cost import Gate
+from kvtier.errors import MediumError
+from kvtier.key import Address, Span
+from kvtier.metrics import TierMetrics
+from kvtier.pool import Slot
+from kvtier.store.arena import Arena
+from kvtier.store.demotion import Demoter
+from kvtier.store.geometry import Geometry
+from kvtier.store.history import History
+from kvtier.store.match import TieredMatch, missed
+from kvtier.store.promotion import DRAM, Promoter
+from kvtier.tier import LowerTier
+from kvtier.transfer.copy import load_blocks, save_blocks
+from kvtier.transfer.workers import Urgency, Workers
+
+_log = logging.getLogger(__name__)
+
+SAMPLE_SHARE = 0.01
+"""Share of loads from DRAM whose content is proven where the tier's ``verify`` is ``sample``."""
+KEEP_SECONDS = 0.25
+RECENCY_SECONDS = 5.0
+"""How often recency is written down in persistent tiers."""
+MOST_SAVES = 256
+"""Saves that may wait for a thread; one more is dropped."""
+
+
+def _failed(count: int, why: str) -> list[Outcome]:
+    return [Outcome(Status.FAILED, 0, why)] * count
+
+
+class TieredStore(Store):
+    """DRAM over any number of lower tiers, fastest first."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena: Arena,
+        dram: TierMetrics,
+        tiers: Sequence[LowerTier],
+        workers: Workers,
+        gate: Gate,
+        lock: threading.Lock,
+        *,
+        verify: Verify = Verify.SAMPLE,
+        deadline: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+        keeper: bool = True,
+    ) -> None:
+        """``lock`` is the one that the tiers use too. ``keeper=False``: the caller calls ``keep`` itself."""
+        self.geometry = geometry
+        self._arena = arena
+        self._dram = dram
+        self._tiers = tuple(tiers)
+        self._workers = workers
+        self._lock = lock
+        self._always = verify is Verify.ALWAYS
+        self._clock = clock
+        self._random = random.Random(seed)  # noqa: S311 - draws samples, guards nothing
+        self._history = History()
+        self._demoter = Demoter(arena, tiers, lock, clock)
+        self._promoter = Promoter(
+            geometry, arena, dram, tiers, self._demoter, self._history, gate, lock, clock, deadline
+        )
+        self._saving: dict[Address, Slot] = {}
+        self._loading: dict[int, Sequence[Slot]] = {}
+        self._prefetches = 0
+        self._recency_due = clock() + RECENCY_SECONDS
+        self._closed = threading.Event()
+        self._keeper = threading.Thread(target=self._keep_on, name="kvtier-keeper", daemon=True) if keeper else None
+        if self._keeper is not None:
+            self._keeper.start()
+
+    def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:
+        promoter = self._promoter
+        with self._lock:
+            live = promoter.matches.get(request_id)
+            if live is not None and (live.span is span or live.span == span) and live.start == start:
+                promoter.advance(live)
+                return live
+            if live is not None:
+                promoter.release(live)
+            match = promoter.open(request_id, span, start, Urgency.LOAD)
+            if load:
+                promoter.advance(match)
+            else:
+                promoter.refuse(match, Reason.NO_LOAD)
+            return match
+
+    def prefetch(self, span: Span) -> None:
+        with self._lock:
+            self._prefetches += 1
+            name = f"prefetch {self._prefetches}"
+            self._promoter.advance(self._promoter.open(name, span, 0, Urgency.PREFETCH))
+
+    def forget(self, request_id: str) -> None:
+        with self._lock:
+            match = self._promoter.matches.get(request_id)
+            if match is not None:
+                self._promoter.release(match)
+
+    def explain(self, request_id: str) -> list[BlockFound]:
+        with self._lock:
+            live = self._promoter.matches.get(request_id)
+            return list(live.found) if live is not None else self._history.told(request_id)
+
+    def load(self, match: Match, into: SlotRange, after: Fence | None = None) -> Transfer:
+        assert isinstance(match, TieredMatch), "a match of this store"
+        future: Transfer = Future()
+        with self._lock:
+            count = min(len(into.slots), match.hits) if match.settled and not match.released else 0
+            slots = [match.slots[index] for index in range(count)]
+            self._arena.pool.acquire(slots)
+            self._loading[id(future)] = slots
+            self._promoter.release(match)
+            proven = [self._always or self._random.random() < SAMPLE_SHARE for _ in slots]
+            sums = [self._arena.header(slot).content if prove else None for slot, prove in zip(slots, proven, strict=True)]
+        beyond = _failed(len(into.slots) - count, "the match no longer holds this block")
+
+        def load() -> None:
+            if not future.set_running_or_notify_cancel():
+                self._loaded(id(future), slots, _failed(count, "taken back"), 0.0)
+                return
+            start = time.perf_counter()
+            try:
+                if after is not None:
+                    after.wait()
+                outcomes = load_blocks(self._arena.medium, slots, sums, into.medium, into.slots[:count])
+            except MediumError as failed:
+                outcomes = _failed(count, str(failed))
+            self._loaded(id(future), slots, outcomes, time.perf_counter() - start)
+            future.set_result([*outcomes, *beyond])
+
+        if not self._workers.submit(Urgency.LOAD, load):
+            self._loaded(id(future), slots, _failed(count, "the store is closed"), 0.0)
+            future.set_result(_failed(len(into.slots), "the store is closed"))
+        return future
+
+    def _loaded(self, name: int, slots: Sequence[Slot], outcomes: Sequence[Outcome], seconds: float) -> None:
+        done = sum(outcome.done for outcome in outcomes)
+        wrong = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome.status is Status.CORRUPT]
+        if done:
+            self._dram.read(done, done * self.geometry.block_bytes, seconds)
+        with self._lock:
+            del self._loading[name]
+            for slot in wrong:
+                address = self._arena.pool.entry(slot)
+                if address is not None:
+                    self._history.refuse(address, Reason.SUM_FAILED)
+                    self._arena.quarantine(slot)
+            self._arena.pool.release(slots, self._clock())
+        if wrong:
+            self._dram.sum_failed(len(wrong))
+            _log.warning("dram: %d blocks did not prove and are recomputed", len(wrong))
+
+    def save(self, span: Span, source: SlotRange, after: Fence | None = None) -> Transfer:
+        future: Transfer = Future()
+        addresses = self.geometry.addresses(span)
+        outcomes = [Outcome(Status.DONE)] * len(addresses)
+        with self._lock:
+            there = self._arena.pool.places(addresses)
+            new = [i for i, a in enumerate(addresses) if there[i] is None and a not in self._saving]
+            slots, gone = self._arena.take(len(new), self._clock())
+            self._promoter.note_gone(gone)
+            taken, left = new[: len(slots)], new[len(slots) :]
+            self._saving.update((addresses[i], slot) for i, slot in zip(taken, slots, strict=True))
+            self._history.went((addresses[i] for i in left), Reason.SAVE_DROPPED)
+        for index in left:
+            outcomes[index] = Outcome(Status.FAILED, 0, "no free or clean slot in DRAM")
+        if left:
+            self._dram.save_dropped(Reason.NO_ROOM, len(left))
+
+        def end(saved: Sequence[Outcome], sums: Sequence[bytes]) -> None:
+            for index, outcome in zip(taken, saved, strict=True):
+                outcomes[index] = outcome
+            headers = self._headers(span, taken, saved, sums)
+            self._saved([addresses[i] for i in taken], slots, headers)
+            future.set_result(outcomes)
+
+        def save() -> None:
+            start = time.perf_counter()
+            sums: list[bytes] = []
+            try:
+                if after is not None:
+                    after.wait()
+                saved, sums = save_blocks(source.medium, [source.slots[i] for i in taken], self._arena.medium, slots)
+            except MediumError as failed:
+                saved = _failed(len(taken), str(failed))
+            done = sum(outcome.done for outcome in saved)
+            if done:
+                self._dram.written(done, done * self.geometry.block_bytes, time.perf_counter() - start)
+            end(saved, sums)
+
+        if not taken:
+            future.set_result(outcomes)
+        elif not self._workers.submit(Urgency.SAVE, save):
+            self._dram.save_dropped(Reason.SAVE_DROPPED, len(taken))
+            end(_failed(len(taken), "the queue of saves is full"), [])
+        return future
+
+    def _headers(
+        self, span: Span, taken: Sequence[int], saved: Sequence[Outcome], sums: Sequence[bytes]
+    ) -> list[FrameHeader | None]:
+        """A header for each block whose copy is whole."""
+        geometry, created = self.geometry, time.time()
+        return [
+            FrameHeader.of(
+                span,
+                index,
+                geometry.shard,
+                geometry.layout,
+                raw_bytes=geometry.block_bytes,
+                content=sums[at],
+                created=created,
+            )
+            if saved[at].done
+            else None
+            for at, index in enumerate(taken)
+        ]
+
+    def _saved(
+        self, addresses: Sequence[Address], slots: Sequence[Slot], headers: Sequence[FrameHeader | None]
+    ) -> None:
+        """Copies have ended: show what is whole, tail first."""
+        with self._lock:
+            now = self._clock()
+            shown: list[tuple[Slot, Address]] = []
+            for address, slot, header in reversed(list(zip(addresses, slots, headers, strict=True))):
+                wanted = self._saving.pop(address, None) == slot  # False: dropped meanwhile
+                if header is None or not wanted:
+                    self._history.went([address], Reason.SAVE_DROPPED)
+                elif self._arena.show(slot, address, header, now):
+                    self._history.came(address)
+                    shown.append((slot, address))
+            for slot, address in reversed(shown):
+                self._demoter.owe_new(slot, address)
+            self._arena.pool.release(slots, now)
+            self._demoter.keep_reserve(self._held())
+
+    def _held(self) -> int:
+        """Slots that are neither free nor evictable for a while."""
+        return self._promoter.reserved + sum(map(len, self._loading.values())) + len(self._saving)
+
+    def drop(self, keys: Span, reason: Reason) -> None:
+        addresses = self.geometry.addresses(keys)
+        with self._lock:
+            for address in addresses:
+                slot = self._arena.pool.slot(address)
+                if slot is not None:
+                    self._arena.drop(slot, evicted=False)
+                    self._arena.pool.release([slot], self._clock())
+                self._saving.pop(address, None)
+                arrival = self._promoter.arriving.get(address)
+                if arrival is not None:
+                    arrival.dropped = missed(reason)
+                self._history.refuse(address, reason)
+            for tier in self._tiers:
+                self._demoter.outboxes[tier.name].cancel(addresses)
+                tier.forget(addresses)
+                tier.workers.submit(Urgency.PREFETCH, partial(tier.delete, addresses))
+
+    def keep(self) -> None:
+        """One round of upkeep: deadlines, the reserve, degraded tiers, recency. A thread calls it; tests may."""
+        with self._lock:
+            for match in list(self._promoter.matches.values()):
+                self._promoter.advance(match)
+            self._demoter.keep_reserve(self._held())
+            flush = self._clock() >= self._recency_due
+            if flush:
+                self._recency_due = self._clock() + RECENCY_SECONDS
+        for tier in self._tiers:
+            if not tier.usable:
+                tier.workers.submit(Urgency.PREFETCH, tier.revive)
+            if flush and not tier.probes:
+                tier.workers.submit(Urgency.SAVE, partial(tier.refresh, []))
+
+    def _keep_on(self) -> None:
+        while not self._closed.wait(KEEP_SECONDS):
+            try:
+                self.keep()
+            except Exception:  # noqa: BLE001 - a bug of ours must not end the upkeep
+                _log.exception("upkeep failed")
+
+    def stats(self) -> dict[str, object]:
+        with self._lock:
+            counts = {DRAM: self._arena.counts(), **{tier.name: tier.counts() for tier in self._tiers}}
+            waiting = {tier.name: len(self._demoter.outboxes[tier.name].slots) for tier in self._tiers}
+            live, reserved, arriving = len(self._promoter.matches), self._promoter.reserved, len(self._promoter.arriving)
+            saving, loading = len(self._saving), sum(map(len, self._loading.values()))
+            owing = self._arena.owing_count
+        for name, metrics in self._recorders():
+            if counts[name]:
+                metrics.blocks(**counts[name])
+        for tier in self._tiers:
+            tier.metrics.queued("save", waiting[tier.name])
+        return {
+            "blocks": counts,
+            "waiting": waiting,
+            "matches": live,
+            "leased": reserved,
+            "arriving": arriving,
+            "saving": saving,
+            "loading": loading,
+            "owing": owing,
+        }
+
+    def _recorders(self) -> Iterable[tuple[str, TierMetrics]]:
+        return [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]
+
+    def health(self) -> dict[str, str]:
+        tiers = {tier.name: "ok" if tier.degraded is None else f"degraded: {tier.degraded}" for tier in self._tiers}
+        return {DRAM: "ok", **tiers}
+
+    def check_integrity(self) -> list[str]:
+        with self._lock:
+            found = self._arena.check()
+            for tier in self._tiers:
+                found += [f"{tier.name}: {wrong}" for wrong in tier.check()]
+            expected = [0] * self._arena.pool.capacity
+            held: list[Iterable[Slot]] = [match.slots.values() for match in self._promoter.matches.values()]
+            held += [outbox.slots for outbox in self._demoter.outboxes.values()]
+            held += [*self._loading.values(), self._saving.values(), self._arena.quarantined]
+            held.append(arrival.slot for arrival in self._promoter.arriving.values())
+            for slots in held:
+                for slot in slots:
+                    expected[slot] += 1
+            for number, count in enumerate(expected):
+                references = self._arena.pool.references(Slot(number))
+                if references < count:
+                    found.append(f"dram slot {number} has {references} references, {count} are held")
+            idle = self._workers.idle and all(tier.workers.idle for tier in self._tiers) and not self._loading
+            if idle and not self._saving and self._arena.pool.referenced != sum(map(bool, expected)):
+                found.append(f"{self._arena.pool.referenced} dram slots are referenced, {sum(map(bool, expected))} are held")
+            if self._promoter.reserved != sum(match.reserved for match in self._promoter.matches.values()):
+                found.append("slots reserved for matches do not add up")
+            return found
+
+    def drain(self, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        while True:
+            idle = self._workers.wait_idle(max(0.0, end - time.monotonic()))
+            with self._lock:
+                owing = self._demoter.flush()
+            for tier in self._tiers:
+                idle = tier.workers.wait_idle(max(0.0, end - time.monotonic())) and idle
+            with self._lock:
+                owing = self._arena.owing_count
+            if idle and not owing:
+                break
+            if time.monotonic() >= end:
+                return False
+        for tier in self._tiers:
+            tier.refresh([])
+        return True
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join(timeout=10)
+        self._workers.close()
+        for tier in self._tiers:
+            tier.close()
+        self._arena.medium.close()

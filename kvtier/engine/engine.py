@@ -129,7 +129,7 @@ class Engine:
 
     def add_request(self, request: Request) -> RequestStats:
         """Queue a request. Any thread; never waits for a step. Raises `RequestError` for what can never be served."""
-        self._check(request)
+        self.check(request)
         stats = RequestStats(len(request.prompt), self._clock())
         sampling = request.sampling
         scope = Scope(tenant=request.tenant, salt=request.salt)
@@ -242,7 +242,8 @@ class Engine:
                 found.append(f"idle, and {self.pool.writing} slots are in writing, {self.pool.retiring} retiring")
         return found
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` for what this engine can never serve. Any thread."""
         prompt, sampling = request.prompt, request.sampling
         if not prompt:
             raise RequestError("the prompt is empty: it needs at least one token")

@@ -1,0 +1,210 @@
+"""The OpenAI API as this server speaks it: what a body may say, and what it means for the engine.
+
+A parameter that is not supported and would change the answer is refused by name; one that asks for what happens anyway
+(``presence_penalty: 0``) is accepted; nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.engine.sampler import SamplingParams
+from kvtier.errors import RequestError
+
+MAX_PROMPTS = 128
+"""Prompts in one completions body."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "reasoning_effort": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none"),
+    "tools": (None, []),
+    "top_logprobs": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""Parameters that are not supported, with the values that ask for nothing."""
+
+_WITHOUT_EFFECT = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
+)
+"""Parameters of the OpenAI service itself, none of which has a say in the tokens."""
+
+B = TypeVar("B", bound="Body")
+
+
+class ParameterError(RequestError):
+    """A request's fault that one parameter can be blamed for."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Padding against guessing lengths from traffic; there is none either way on loopback."""
+
+
+class Body(_Strict):
+    """What both kinds of request have in common."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    """Requests share cached blocks only where their salts are equal."""
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    def sampling(self) -> SamplingParams:
+        """Raises `RequestError` for values that mean nothing."""
+        if self.stream_options is not None and not self.stream:
+            raise ParameterError("stream_options is only allowed with stream=true", "stream_options")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=_or(self.top_k, 0),
+            seed=self.seed,
+            max_tokens=self.token_limit(),
+            min_tokens=_or(self.min_tokens, 0),
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            n=_or(self.n, 1),
+        )
+
+
+class CompletionBody(Body):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+    def token_limit(self) -> int | None:
+        return _or(self.max_tokens, 16)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ParameterError("prompt is empty", "prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise ParameterError(f"prompt has {len(self.prompt)} prompts; at most {MAX_PROMPTS} are taken", "prompt")
+        return list(self.prompt)
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, object]:
+        """As chat templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatBody(Body):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+
+    def token_limit(self) -> int | None:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ParameterError("max_tokens and max_completion_tokens contradict each other", "max_completion_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """Read a body. Raises `RequestError` naming the parameter that is wrong, unknown or unsupported."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    for name in _NEUTRAL.keys() & body.keys():
+        value = body.pop(name)
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL[name]):
+            raise ParameterError(f"{name} is not supported by this server", name)
+    for name in _WITHOUT_EFFECT & body.keys():
+        del body[name]
+    if isinstance(messages := body.get("messages"), list):
+        body["messages"] = [_without_nulls(message) for message in messages]
+    try:
+        return kind.model_validate(body)
+    except pydantic.ValidationError as error:
+        raise _named(error, body) from None
+
+
+def _without_nulls(message: object) -> object:
+    """Clients send an answer back with every field that it came with, most of them null."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _named(error: pydantic.ValidationError, body: dict[str, Any]) -> ParameterError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = [str(step) for step in first["loc"]]
+    name = path[0] if path else ""
+    if first["type"] == "extra_forbidden":
+        return ParameterError(f"{'.'.join(path)} is not supported by this server", name)
+    if first["type"] == "missing" and name not in body:
+        return ParameterError(f"{name} is missing", name)
+    return ParameterError(f"{'.'.join(path)}: {first['msg']}", name)
+
+
+V = TypeVar("V")
+
+
+def _or(value: V | None, default: V) -> V:
+    return default if value is None else value

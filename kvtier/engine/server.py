@@ -1,0 +1,251 @@
+"""The OpenAI-compatible HTTP server: JSON in, tokens out, nothing else. No endpoint runs what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvtier.engine.answer import Answer, ChatAnswer, TextAnswer
+from kvtier.engine.async_engine import AsyncEngine
+from kvtier.engine.protocol import Body, ChatBody, CompletionBody, ParameterError, parse
+from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the server tells of the engine behind it."""
+
+    model: str
+    exact: bool
+    """Whether hits are bit-equal to cold runs here, as the self-test found."""
+    tiers: Callable[[], Mapping[str, str]] = dict
+    """Tier name to ``ok`` or ``degraded: <why>``, as of now."""
+    metrics: Callable[[], bytes] = bytes
+    """The Prometheus text, as of now."""
+    shutdown_seconds: float = 10.0
+    """How long open requests may go on after the server was told to stop."""
+
+
+def make_app(engine: AsyncEngine, served: Served) -> Starlette:
+    """The ASGI application. Its lifespan starts the engine's thread and ends it."""
+    server = _Server(engine, served)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await engine.close(served.shutdown_seconds)
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics),
+        ],
+        exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _internal_error},
+        lifespan=lifespan,
+    )
+
+
+class _Server:
+    def __init__(self, engine: AsyncEngine, served: Served) -> None:
+        self._engine = engine
+        self._served = served
+        self._started = int(time.time())
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = parse(CompletionBody, await _read(http))
+        self._check_model(body)
+        ids = [
+            await asyncio.to_thread(self._tokenizer("prompt").encode, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        return await self._answer(http, body, ids, TextAnswer)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = parse(ChatBody, await _read(http))
+        self._check_model(body)
+        tokenizer = self._tokenizer("messages")
+        text = tokenizer.apply_chat_template([message.plain() for message in body.messages])
+        ids = await asyncio.to_thread(tokenizer.encode, text, False)  # noqa: FBT003 - to_thread takes positions only
+        return await self._answer(http, body, [ids], ChatAnswer)
+
+    async def models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        if http.path_params["name"] != self._served.model:
+            raise HTTPException(404, f"the model {http.path_params['name']!r} does not exist here")
+        return JSONResponse(self._card())
+
+    async def health(self, http: HttpRequest) -> Response:
+        tiers = dict(self._served.tiers())
+        fault = self._engine.fault
+        worst = self._engine.engine.cache_fault or next((state for state in tiers.values() if state != "ok"), None)
+        status = f"error: {fault}" if fault else f"degraded: {worst.removeprefix('degraded: ')}" if worst else "ok"
+        content = {"status": status, "model": self._served.model, "exact": self._served.exact, "tiers": tiers}
+        return JSONResponse(content, 503 if fault else 200)
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        return Response(self._served.metrics(), media_type="text/plain; version=0.0.4")
+
+    def _card(self) -> dict[str, object]:
+        length = self._engine.engine.max_length
+        return {
+            "id": self._served.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvtier",
+            "max_model_len": length,
+        }
+
+    def _tokenizer(self, param: str) -> Tokenizer:
+        tokenizer = self._engine.engine.tokenizer
+        if tokenizer is None:
+            raise ParameterError("this model has no tokenizer; send token ids to /v1/completions", param)
+        return tokenizer
+
+    def _check_model(self, body: Body) -> None:
+        if body.model not in (None, self._served.model):
+            raise HTTPException(404, f"the model {body.model!r} does not exist here; {self._served.model!r} does")
+        if self._engine.busy:
+            raise HTTPException(503, self._engine.fault or "too many requests are open; try again")
+
+    async def _answer(self, http: HttpRequest, body: Body, prompts: list[list[int]], kind: type[Answer]) -> Response:
+        sampling = body.sampling()
+        answer = kind(self._served.model, len(prompts), sampling.n, body.usage_in_stream)
+        base = uuid.uuid4().hex
+        requests = [
+            Request(f"{base}-{index}", tuple(prompt), sampling, salt=body.cache_salt)
+            for index, prompt in enumerate(prompts)
+        ]
+        chunks = self._chunks(answer, requests)
+        if not body.stream:
+            await _unless_gone(http, chunks)
+            return JSONResponse(answer.whole())
+        first = await anext(chunks)  # a request that cannot be served is refused before the stream begins
+        return StreamingResponse(_events(first, chunks), media_type="text/event-stream", headers=_NO_STORE)
+
+    async def _chunks(self, answer: Answer, requests: list[Request]) -> AsyncIterator[list[dict[str, object]]]:
+        """What each output adds to the stream; ``answer`` gathers the whole meanwhile."""
+        for request in requests:
+            self._engine.engine.check(request)
+        yield answer.opening()
+        order = {request.id: index for index, request in enumerate(requests)}
+        async with aclosing(self._engine.stream(requests)) as outputs:
+            async for output in outputs:
+                if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise HTTPException(503, self._engine.fault or "the engine ended this request before its time")
+                yield answer.add(order[output.request_id], output)
+        yield answer.closing()
+
+
+_NO_STORE = {"cache-control": "no-store"}
+
+
+async def _read(http: HttpRequest) -> bytes:
+    """The body, if it is JSON and not too large. Other content types a browser sends without asking; this one not."""
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the body must be application/json")
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _unless_gone(http: HttpRequest, chunks: AsyncIterator[list[dict[str, object]]]) -> None:
+    """Run ``chunks`` to its end, or until the client has gone: then what it asked for is aborted."""
+
+    async def consume() -> None:
+        async for _ in chunks:
+            pass
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    work, watch = asyncio.ensure_future(consume()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise HTTPException(499, "the client has gone")
+        work.result()
+    finally:
+        work.cancel()
+        watch.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _events(
+    first: list[dict[str, object]], chunks: AsyncIterator[list[dict[str, object]]]
+) -> AsyncIterator[bytes]:
+    """Server-sent events. A fault after the stream has begun is its last event but one."""
+    try:
+        for chunk in first:
+            yield _event(chunk)
+        async for batch in chunks:
+            for chunk in batch:
+                yield _event(chunk)
+    except (HTTPException, RequestError) as error:
+        yield _event(_error_body(str(getattr(error, "detail", error)), "server_error"))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: object) -> bytes:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+def _error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
+
+
+async def _request_error(_: HttpRequest, error: Exception) -> Response:
+    param = error.param if isinstance(error, ParameterError) else _blamed(str(error))
+    return JSONResponse(_error_body(str(error), "invalid_request_error", param), 400)
+
+
+def _blamed(message: str) -> str | None:
+    """The parameter that a message of the engine begins with, if it does."""
+    name = message.partition(" ")[0]
+    return name if name in Body.model_fields else None
+
+
+async def _http_error(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 499:
+        return Response(status_code=499)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
+    return JSONResponse(_error_body(error.detail, kind, code=code), error.status_code, headers=error.headers)
+
+
+async def _internal_error(_: HttpRequest, error: Exception) -> Response:
+    log.error("a request failed inside the server", exc_info=error)
+    return JSONResponse(_error_body("the server failed; its log says why", "server_error"), 500)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.abc.connector import KVConnector
-from kvtier.config import EngineSettings
+from kvtier.config import EngineSettings, Settings
+from kvtier.connectors.bundled import BundledConnector
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import TORCH_DTYPES, LlamaModel
@@ -20,6 +21,8 @@ from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
 from kvtier.storage_backends.hbm import HbmMedium
+from kvtier.store.open import open_store
+from kvtier.store.store import TieredStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,57 @@ class Hbm:
     pool: BlockPool
 
 
-Connect = Callable[[Identity, Hbm], KVConnector | None]
+Connect = Callable[[Identity, Hbm], "KVConnector | None"]
 """Makes the connector to the tiers below, once identity and HBM are known; None: nothing below HBM."""
+
+
+@dataclass(slots=True)
+class Assembly:
+    """An engine, the store below it, and what both report to. Close it when nothing runs any more."""
+
+    engine: Engine
+    store: TieredStore | None
+    """None where no tier is configured."""
+    metrics: Metrics
+    drain_seconds: float
+    exact: bool
+    """Whether hits are bit-equal to cold runs on this machine."""
+
+    def tiers(self) -> dict[str, str]:
+        """Health by tier."""
+        return {"hbm": "ok", **(self.store.health() if self.store is not None else {})}
+
+    def close(self) -> bool:
+        """Let saves end, write down what a tier still lacks, close the media; whether all of it was done in time."""
+        done = self.engine.settle(self.drain_seconds)
+        if self.store is not None:
+            done = self.store.drain(self.drain_seconds) and done
+            self.store.close()
+        return done
+
+
+def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:
+    """Engine, store and connector as ``settings`` have them. Raises ``ConfigError`` saying what to change.
+
+    ``require_all``: a tier that does not answer is an error, not a degraded tier.
+    """
+    metrics = Metrics()
+    opened: list[TieredStore] = []
+
+    def connect(identity: Identity, hbm: Hbm) -> KVConnector | None:
+        if not settings.tiers:
+            return None
+        opened.append(open_store(settings.tiers, identity, settings.store, metrics, require_all=require_all))
+        block_tokens = identity.layout.block_tokens
+        return BundledConnector(opened[0], block_tokens, hbm.pool.capacity, settings.engine.max_num_batched_tokens)
+
+    try:
+        engine = open_engine(settings.engine, connect, metrics)
+    except BaseException:
+        for store in opened:
+            store.close()
+        raise
+    return Assembly(engine, opened[0] if opened else None, metrics, settings.store.drain, exact=False)
 
 
 def open_engine(

@@ -185,6 +185,10 @@ class LowerTier(ABC):
         self.degraded = why
         self.metrics.set_degraded(True)
 
+    @abstractmethod
+    def empty(self) -> int:
+        """Remove every block that nobody holds; how many."""
+
     def close(self) -> None:
         self.workers.close()
         self._medium.close()
@@ -293,6 +297,17 @@ class SlotTier(LowerTier):
 
     def check(self) -> list[str]:
         return self.pool.check()
+
+    def empty(self) -> int:
+        with self._lock:
+            entries = [entry for entry in self.pool.entries() if not self._referenced(entry)]
+            self.forget(entries)
+        self.delete(entries)
+        return len(entries)
+
+    def _referenced(self, entry: Address) -> bool:
+        slot = self.pool.slot(entry)
+        return slot is not None and self.pool.references(slot) > 0
 
     def counts(self) -> dict[str, int]:
         pool = self.pool
@@ -448,6 +463,13 @@ class KeyTier(LowerTier):
 
     def touch(self, addresses: Sequence[Address], now: float) -> None:
         del addresses, now  # the server evicts by itself; its TTLs are pushed back by ``refresh``
+
+    def empty(self) -> int:
+        entries = list(self._names.scan())
+        with self._lock:
+            self.forget(entries)
+        self.delete(entries)
+        return len(entries)
 
     def _note(self, addresses: Sequence[Address]) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from kvtier.abc.store import BlockFound, Reason
@@ -17,6 +18,14 @@ MOST_REQUESTS = 4096
 """Requests whose last match is remembered, each as runs of equal answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTiming:
+    """What one request's load moved into the engine, and how long that took from first read to last scatter."""
+
+    nbytes: int
+    seconds: float
+
+
 class History:
     """Called under the store's lock."""
 
@@ -24,6 +33,7 @@ class History:
         self._gone: OrderedDict[Address, Reason] = OrderedDict()
         self._refused: OrderedDict[Address, Reason] = OrderedDict()
         self._told: OrderedDict[str, list[tuple[BlockFound, int]]] = OrderedDict()
+        self._timed: OrderedDict[str, LoadTiming] = OrderedDict()
 
     def went(self, addresses: Iterable[Address], reason: Reason) -> None:
         for address in addresses:
@@ -55,6 +65,15 @@ class History:
         self._told[request_id] = [(run[0], len(run)) for run in runs]
         while len(self._told) > MOST_REQUESTS:
             self._told.popitem(last=False)
+
+    def time(self, request_id: str, timing: LoadTiming) -> None:
+        self._timed.pop(request_id, None)
+        self._timed[request_id] = timing
+        while len(self._timed) > MOST_REQUESTS:
+            self._timed.popitem(last=False)
+
+    def timed(self, request_id: str) -> LoadTiming | None:
+        return self._timed.get(request_id)
 
     def told(self, request_id: str) -> list[BlockFound]:
         return [block for block, count in self._told.get(request_id, []) for _ in range(count)]

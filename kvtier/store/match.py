@@ -57,6 +57,8 @@ class TieredMatch(Match):
         self.settled = False
         self.released = False
         self.seconds = 0.0
+        self.began: float | None = None
+        """When the first read for it began (seconds of ``time.perf_counter``)."""
 
     @property
     def blocks(self) -> Sequence[BlockFound]:

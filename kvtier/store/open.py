@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
 from kvtier.abc.policy import EvictionPolicy
@@ -78,6 +79,7 @@ def open_store(
             lock,
             verify=plans[0].options.verify,
             deadline=settings.deadline,
+            copier=ThreadPoolExecutor(1, "kvtier-copier"),
         )
     except BaseException:
         for each in workers:

@@ -8,6 +8,7 @@ scheduled hold at most half of DRAM, in the order in which they asked; one that 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -283,6 +284,9 @@ class Promoter:
 
     def _fetch(self, batch: Sequence[Arrival], asked: Sequence[Asked]) -> None:
         """On a transfer thread, without the lock."""
+        began = time.perf_counter()
+        for match in {id(match): match for arrival in batch for match, _ in arrival.waiting}.values():
+            match.began = match.began or began
         views = [self._arena.view(arrival.slot, self._geometry.block_bytes) for arrival in batch]
         outcomes, headers = batch[0].tier.fetch([arrival.address for arrival in batch], views, asked)
         with self._lock:

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from functools import partial
 
 from kvtier.abc.medium import Outcome, Status
@@ -25,7 +25,7 @@ from kvtier.pool import Slot
 from kvtier.store.arena import Arena
 from kvtier.store.demotion import Demoter
 from kvtier.store.geometry import Geometry
-from kvtier.store.history import History
+from kvtier.store.history import History, LoadTiming
 from kvtier.store.match import TieredMatch, missed
 from kvtier.store.promotion import DRAM, Promoter
 from kvtier.tier import LowerTier
@@ -65,8 +65,13 @@ class TieredStore(Store):
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         keeper: bool = True,
+        copier: Executor | None = None,
     ) -> None:
-        """``lock`` is the one that the tiers use too. ``keeper=False``: the caller calls ``keep`` itself."""
+        """``lock`` is the one that the tiers use too; ``copier`` helps with DRAM copies and is closed with the store.
+
+        ``keeper=False``: the caller calls ``keep`` itself.
+        """
+        self._copier = copier
         self.geometry = geometry
         self._arena = arena
         self._dram = dram
@@ -144,10 +149,17 @@ class TieredStore(Store):
             try:
                 if after is not None:
                     after.wait()
-                outcomes = load_blocks(self._arena.medium, slots, sums, into.medium, into.slots[:count])
+                outcomes = load_blocks(
+                    self._arena.medium, slots, sums, into.medium, into.slots[:count], workers=self._copier
+                )
             except MediumError as failed:
                 outcomes = _failed(count, str(failed))
-            self._loaded(id(future), slots, outcomes, time.perf_counter() - start)
+            end = time.perf_counter()
+            self._loaded(id(future), slots, outcomes, end - start)
+            done = sum(outcome.done for outcome in outcomes)
+            timing = LoadTiming(done * self.geometry.block_bytes, end - (match.began or start))
+            with self._lock:
+                self._history.time(match.request_id, timing)
             future.set_result([*outcomes, *beyond])
 
         if not self._workers.submit(Urgency.LOAD, load):
@@ -202,7 +214,10 @@ class TieredStore(Store):
             try:
                 if after is not None:
                     after.wait()
-                saved, sums = save_blocks(source.medium, [source.slots[i] for i in taken], self._arena.medium, slots)
+                sources = [source.slots[i] for i in taken]
+                saved, sums = save_blocks(
+                    source.medium, sources, self._arena.medium, slots, workers=self._copier
+                )
             except MediumError as failed:
                 saved = _failed(len(taken), str(failed))
             done = sum(outcome.done for outcome in saved)
@@ -277,6 +292,25 @@ class TieredStore(Store):
                 self._demoter.outboxes[tier.name].cancel(addresses)
                 tier.forget(addresses)
                 tier.workers.submit(Urgency.PREFETCH, partial(tier.delete, addresses))
+
+    def empty(self, tier: str) -> int:
+        """Take out of one tier every block that nobody holds; how many. Other tiers keep theirs. Blocks on the device's I/O.
+
+        DRAM gives up only what is clean: ``drain`` first where a lower tier is to have everything.
+        """
+        with self._lock:
+            if tier == DRAM:
+                free = self._arena.pool.free
+                slots, gone = self._arena.take(self._arena.pool.evictable + free, self._clock())
+                self._promoter.note_gone(gone)
+                self._arena.pool.release(slots, self._clock())
+                return len(gone)
+        return next(lower for lower in self._tiers if lower.name == tier).empty()
+
+    def timing(self, request_id: str) -> LoadTiming | None:
+        """How long the request's last load took; None where it had none or it is long ago."""
+        with self._lock:
+            return self._history.timed(request_id)
 
     def keep(self) -> None:
         """One round of upkeep: deadlines, the reserve, degraded tiers, recency. A thread calls it; tests may."""
@@ -377,6 +411,8 @@ class TieredStore(Store):
         if self._keeper is not None and self._keeper is not threading.current_thread():
             self._keeper.join(timeout=10)
         self._workers.close()
+        if self._copier is not None:
+            self._copier.shutdown()
         for tier in self._tiers:
             tier.close()
         self._arena.medium.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.abc.medium import Iovec, KeyMedium, MediumContext, Outcome, Status
+from kvtier.abc.medium import Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
 from kvtier.key import Address
 from kvtier.storage_backends.iovec import scatter, total
 from kvtier.url import TierUrl
@@ -34,8 +34,10 @@ class MemoryMedium(KeyMedium):
     def probe(self, names: Sequence[Address]) -> int:
         return next((index for index, name in enumerate(names) if name not in self.values), len(names))
 
-    def read(self, names: Sequence[Address], into: Sequence[Iovec]) -> list[Outcome]:
+    def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
         outcomes = [self._read(name, buffers) for name, buffers in zip(names, into, strict=True)]
+        if arrived is not None:
+            outcomes = [arrived(index, outcome) if outcome.done else outcome for index, outcome in enumerate(outcomes)]
         with self._lock:
             self.bytes_read += sum(outcome.nbytes for outcome in outcomes if outcome.done)
         return outcomes

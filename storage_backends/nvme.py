@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.abc.medium import Iovec, MediumContext, Outcome, PersistentSlotMedium, Record, Status
+from kvtier.abc.medium import Arrived, Iovec, MediumContext, Outcome, PersistentSlotMedium, Record, Status
 from kvtier.codec.frame import HEADER_BYTES, FrameHeader
 from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
 from kvtier.key import Address, address
@@ -133,8 +133,12 @@ class NvmeMedium(PersistentSlotMedium):
     def io(self) -> str:  # type: ignore[override]  # it changes when the file system refuses direct I/O
         return "direct" if self._file.direct else "buffered"
 
-    def read(self, slots: Sequence[int], into: Sequence[Iovec]) -> list[Outcome]:
-        outcomes = self._each(lambda index: self._read(slots[index], into[index]), len(slots))
+    def read(self, slots: Sequence[int], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
+        def read(index: int) -> Outcome:
+            outcome = self._read(slots[index], into[index])
+            return outcome if arrived is None or not outcome.done else arrived(index, outcome)
+
+        outcomes = self._each(read, len(slots))
         with self._lock:
             self.bytes_read += sum(outcome.nbytes for outcome in outcomes)
         return outcomes

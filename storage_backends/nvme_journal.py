@@ -22,7 +22,7 @@ from kvtier.key import Address
 SCHEMA = 1
 """``PRAGMA user_version``: raised whenever the tables change."""
 WAL_BYTES = 2 << 20
-"""The write-ahead log is kept under this: checkpointed every 64 pages, touches written 256 rows at a time."""
+"""The write-ahead log is kept under this: checkpointed every 256 pages, touches written 256 rows at a time."""
 ROW_BYTES = 256
 """Room that one row takes at most, the tree's own slack included."""
 
@@ -72,7 +72,7 @@ class NvmeJournal(Journal):
             for pragma in (
                 "journal_mode=WAL",
                 "synchronous=NORMAL",
-                "wal_autocheckpoint=64",
+                "wal_autocheckpoint=256",
                 "journal_size_limit=262144",
             ):
                 database.execute(f"PRAGMA {pragma}")

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from kvtier.abc.medium import Iovec, KeyMedium, MediumContext, Outcome, Status
+from kvtier.abc.medium import Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
 from kvtier.errors import ConfigError, MediumError, MediumFull, MediumRefused, MediumUnavailable
 from kvtier.key import KEY_BYTES, Address, Shard
 from kvtier.quantity import Seconds
@@ -125,11 +125,12 @@ class RedisMedium(KeyMedium):
 
         return self._scripted(_PROBE, [b"".join(names)], by_commands)
 
-    def read(self, names: Sequence[Address], into: Sequence[Iovec]) -> list[Outcome]:
+    def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
         def read(wire: Wire, part: range, outcomes: list[Outcome]) -> None:
             items = [(PREFIX + names[index], into[index]) for index in part]
             for index, came in zip(part, wire.get_all(items), strict=True):
-                outcomes[index] = self._failed(came) if isinstance(came, Exception) else came
+                outcome = self._failed(came) if isinstance(came, Exception) else came
+                outcomes[index] = outcome if arrived is None or not outcome.done else arrived(index, outcome)
 
         outcomes = self._shared(read, len(names))
         with self._lock:

@@ -45,6 +45,12 @@ class Outcome:
         return self.status is Status.DONE
 
 
+Arrived: TypeAlias = Callable[[int, Outcome], Outcome]
+"""Called with each item that came whole (its index in the batch, DONE), at once and on the thread that moved it; what it
+returns is the item's outcome. So a reader proves bytes while they are in the cache and others are on the way. Does not
+raise; is called again for an item that had to be read again."""
+
+
 class Medium(ABC):
     """What every medium has in common."""
 
@@ -124,6 +130,10 @@ class PersistentSlotMedium(SlotMedium):
     journal: Journal
 
     @abstractmethod
+    def read(self, slots: Sequence[int], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
+        """As for any slot medium."""
+
+    @abstractmethod
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""
 
@@ -136,7 +146,7 @@ class KeyMedium(Medium):
         """Length of the present prefix of ``names``, in one round trip. A hint: it may be gone at the read."""
 
     @abstractmethod
-    def read(self, names: Sequence[Address], into: Sequence[Iovec]) -> list[Outcome]:
+    def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
         """Fill ``into[i]`` with the value of ``names[i]``; ``nbytes`` is its length. Longer than the room: FAILED."""
 
     @abstractmethod

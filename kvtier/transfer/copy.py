@@ -4,8 +4,8 @@ Pure functions: no state but a pool of staging pages, no lock, no policy. Every 
 order. ``CORRUPT`` says that bytes did not prove; the place or buffer they came to then holds garbage. A ``MediumError``
 that a medium raises for a whole batch passes through, after every part of the batch that was under way has ended.
 
-Where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out between them, so
-that one proves while the other reads. It must not be the executor that runs the call.
+Where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out between them. It must
+not be the executor that runs the call. Media have threads of their own, which also prove what they read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from kvtier.abc.codec import Codec
-from kvtier.abc.medium import Iovec, Outcome, SlotMedium, Status
+from kvtier.abc.medium import Arrived, Iovec, Outcome, SlotMedium, Status
 from kvtier.codec.frame import (
     HEADER_BYTES,
     PLAIN,
@@ -34,7 +34,7 @@ from kvtier.errors import CorruptFrame
 from kvtier.transfer.staging import Staging
 
 PART_BYTES = 8 << 20
-"""Bytes that one thread copies, or reads and then proves, before it takes the next part of a batch."""
+"""Bytes that one thread copies or encodes before it takes the next part of a batch."""
 
 _staging = Staging()
 
@@ -49,7 +49,9 @@ class FrameMedium(Protocol[Place_contra]):
     header_bytes: int
     auth_key: bytes | None
 
-    def read(self, places: Sequence[Place_contra], into: Sequence[Iovec], /) -> list[Outcome]: ...
+    def read(
+        self, places: Sequence[Place_contra], into: Sequence[Iovec], arrived: Arrived | None, /
+    ) -> list[Outcome]: ...
     def write(self, places: Sequence[Place_contra], data: Sequence[Iovec], /) -> list[Outcome]: ...
 
 
@@ -166,33 +168,36 @@ def read_frames(
     codec: Codec,
     *,
     now: float,
-    workers: Executor | None = None,
 ) -> tuple[list[Outcome], list[FrameHeader | None]]:
     """Read frames into DRAM views (at least ``asked[i].raw_bytes`` long) and prove each: header, identity, sums.
 
-    Also returns the header of each block that is DONE: its content sum and expiry go into the pool. A frame that is
-    expired at ``now`` (wall-clock seconds) is ABSENT; whatever is not what was asked for is CORRUPT and says why.
+    A frame is proven by the thread that read it, as soon as it is there. Also returns the header of each block that is
+    DONE: its content sum and expiry go into the pool. A frame that is expired at ``now`` (wall-clock seconds) is ABSENT;
+    whatever is not what was asked for is CORRUPT and says why.
     """
     framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
+    headers: list[FrameHeader | None] = [None] * len(places)
 
-    def read(part: range) -> list[Proven]:
+    def read(part: range) -> list[Outcome]:
         most = max(codec.encoded_bytes(asked[i].raw_bytes) for i in part)
         with (
             _staging.lend(len(part), framer.head) as pages,
             _staging.lend(len(part) if codec.number else 0, most) as encoded,
         ):
-            rooms = [framer.padded(into[i], asked[i].raw_bytes) for i in part] if codec.number == 0 else encoded
+            rooms = encoded if codec.number else [framer.padded(into[i], asked[i].raw_bytes) for i in part]
             frames = [(page[: framer.head], room) for page, room in zip(pages, rooms, strict=True)]
-            outcomes = medium.read(places[part.start : part.stop], frames)
-            return [
-                framer.proven(outcome, frame, into[i], asked[i], now)
-                for i, outcome, frame in zip(part, outcomes, frames, strict=True)
-            ]
 
-    size = max((one.raw_bytes for one in asked), default=1)
-    whole = codec.number == 0 and workers is None
-    read_back = _dealt(read, [range(len(places))] if whole and places else _parts(len(places), size), workers)
-    return [outcome for outcome, _ in read_back], [header for _, header in read_back]
+            def prove(at: int, outcome: Outcome) -> Outcome:
+                index = part[at]
+                outcome, headers[index] = framer.proven(outcome, frames[at], into[index], asked[index], now)
+                return outcome
+
+            return medium.read(places[part.start : part.stop], frames, prove)
+
+    parts = (
+        _parts(len(places), max((one.raw_bytes for one in asked), default=1)) if codec.number else [range(len(places))]
+    )
+    return [outcome for part in parts if part for outcome in read(part)], headers
 
 
 class _Framer:
@@ -224,8 +229,6 @@ class _Framer:
 
     def proven(self, outcome: Outcome, frame: Iovec, into: memoryview, asked: Asked, now: float) -> Proven:
         """The outcome of a read once its header, its sums and its age have been looked at; ``into`` then holds the block."""
-        if not outcome.done:
-            return outcome, None
         try:
             header = self._believed(frame, outcome.nbytes - self.head, into, asked)
         except CorruptFrame as wrong:

@@ -182,7 +182,7 @@ class Engine:
             before_layer=self._exchange.wait_for_layer if plan.loads else None,
             after_layer=self._exchange.layer_written if self._exchange.active else None,
         )
-        failed = self._exchange.failed(plan)
+        failed = self._exchange.failed(plan, frozenset(slot for each in work for slot in each.loaded))
         computed = time.perf_counter()
         self.times.forward += computed - planned
         with self.lock:
@@ -220,6 +220,10 @@ class Engine:
                 time.sleep(IDLE_SECONDS)
         return True
 
+    def sequences(self) -> list[Sequence]:
+        """Every unfinished sequence, to look at between steps: first those that have slots."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
     def reset_prefix_cache(self) -> int:
         """Drop every HBM block that no sequence and no save holds; returns how many. Tiers below keep theirs."""
         with self.lock:
@@ -230,10 +234,11 @@ class Engine:
         with self.lock:
             found = self.pool.check()
             expected: collections.Counter[int] = collections.Counter(self._exchange.held_slots())
-            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            for sequence in self.sequences():
                 expected.update(sequence.slots)
-                if len(sequence.slots) != self._cache.blocks(sequence.computed):
-                    found.append(f"{sequence.id} has {len(sequence.slots)} slots for {sequence.computed} tokens")
+                least, most = self._cache.blocks(sequence.computed), self._cache.blocks(len(sequence.tokens))
+                if sequence.slots and not least <= len(sequence.slots) <= most:
+                    found.append(f"{sequence.id} has {len(sequence.slots)} slots and needs from {least} to {most}")
             for slot in range(self.pool.capacity):
                 counted = self.pool.references(slot)  # type: ignore[arg-type]  # every number below capacity is a slot
                 if counted != expected[slot]:
@@ -277,7 +282,7 @@ class Engine:
 
     def _give_up_stalled(self, schedule: Schedule) -> list[Output]:
         now = self._clock()
-        stuck = [*self._scheduler.running, *self._scheduler.waiting]
+        stuck = self.sequences()
         if schedule.work or not stuck or not self._exchange.held:
             self._last_progress = now
         if now - self._last_progress < self.config.stall_seconds:

@@ -130,12 +130,13 @@ class Exchange:
     def layer_written(self, layer: int) -> None:
         self._guarded(lambda c: c.worker.save_kv_layer(layer), None)
 
-    def failed(self, plan: StepPlan) -> frozenset[int]:
-        """Slots of the plan's loads that hold garbage; all of them where the connector itself failed."""
-        if not plan.loads:
+    def failed(self, plan: StepPlan, expected: frozenset[Slot]) -> frozenset[int]:
+        """Which of the ``expected`` slots hold garbage: those that failed, that no plan names, or all after a fault."""
+        if not expected:
             return frozenset()
-        everything = frozenset(slot for load in plan.loads for slot in load.slots)
-        return self._guarded(lambda c: c.worker.get_block_ids_with_load_errors(), everything) & everything
+        planned = {slot for load in plan.loads for slot in load.slots}
+        broken = self._guarded(lambda c: c.worker.get_block_ids_with_load_errors(), expected)
+        return frozenset(slot for slot in expected if slot in broken or slot not in planned)
 
     def start_saves(self, plan: StepPlan) -> None:
         if plan.saves:

@@ -44,7 +44,7 @@ CONFIG = ModelConfig(
     rms_eps=1e-5,
     rope_theta=10000.0,
     max_positions=512,
-    tie_embeddings=True,
+    tie_embeddings=False,
     dtype="fp32",
     eos_ids=(257,),
 )
@@ -66,9 +66,16 @@ def make_tokenizer() -> Tokenizer:
 _MODEL: list[LlamaModel] = []
 
 
+def _louder(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Layers that outshout the embedding: with 4, one changed prompt token changes what is generated in 35 of 36 tries."""
+    return tensor * 4 if "_proj" in name else tensor
+
+
 def tiny_model() -> LlamaModel:
     if not _MODEL:
-        _MODEL.append(LlamaModel(CONFIG, random_tensors(CONFIG, seed=7)))
+        _MODEL.append(
+            LlamaModel(CONFIG, {name: _louder(name, each) for name, each in random_tensors(CONFIG, 7).items()})
+        )
     return _MODEL[0]
 
 

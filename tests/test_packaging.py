@@ -132,6 +132,25 @@ def test_ruff_refuses_the_bare_names_of_linked_packages(tmp_path: Path) -> None:
     assert re.findall(r"wrong.py:(\d)", done.stdout) == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("kvtier/pool.py", "import kvtier.storage_backends.dram", "Arrows point one way"),
+        ("connectors/planted.py", "import kvtier.cli.main", "Arrows point one way"),
+        ("kvtier/engine/planted.py", "import kvtier.store", "The engine meets the store through the connector contract"),
+    ],
+)
+def test_an_import_against_the_arrows_breaks_its_contract(module: str, line: str, contract: str, tmp_path: Path) -> None:
+    require_installed(find_spec("importlinter"), "pip install import-linter")
+    checkout = copy_of_checkout(tmp_path)
+    with (checkout / module).open("a") as file:
+        file.write(f"\n{line}\n")
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
+    done = run("-c", code, cwd=checkout)
+    assert done.returncode == 1
+    assert f"{contract} BROKEN" in done.stdout
+
+
 def test_every_dependency_has_a_pin() -> None:
     name = re.compile(r'^"?([A-Za-z0-9_.-]+)', re.ASCII)
     listed = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")}

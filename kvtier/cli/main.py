@@ -46,6 +46,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(FAULT, f"{self.prog}: error: {message}\n")
 
+    def shorten_usage(self) -> None:
+        """Leave the flags to the list below the usage line: there are too many for one line."""
+        operands = [action for action in self._actions if not action.option_strings]
+        shown = [f"[{each.dest.upper()}]" if each.nargs in ("?", "*") else each.dest.upper() for each in operands]
+        self.usage = " ".join([self.prog, "[options]", *shown])
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         wrong = unknown[0].partition("=")[0]
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -56,7 +62,7 @@ def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     parser = _Parser(
         prog="kvtier",
         description="A four-tier KV-cache store for LLM servers: HBM, DRAM, NVMe and Redis, served by prefix hash.",
-        epilog="Every flag of a subcommand is also a KVTIER_... variable and a key of the file that --config names.",
+        epilog="Every setting is a flag, a KVTIER_... variable and a key of the file that --config names; see `kvtier config`.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
     parsers = parser.add_subparsers(title="subcommands", dest="command", metavar="SUBCOMMAND", required=True)
@@ -67,6 +73,7 @@ def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
         if name == chosen:
             command = cast("Command", importlib.import_module(f"kvtier.cli.{name}"))
             command.add_arguments(below)
+            below.shorten_usage()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parsers.choices[args.command].refuse(unknown)

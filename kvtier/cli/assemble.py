@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from kvtier.config import EngineSettings, Settings
 from kvtier.connectors.bundled import BundledConnector
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
 from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.exactness import settle
 from kvtier.engine.model import TORCH_DTYPES, LlamaModel
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer
@@ -23,6 +25,8 @@ from kvtier.pool import BlockPool
 from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,6 @@ class Assembly:
     """None where no tier is configured."""
     metrics: Metrics
     drain_seconds: float
-    exact: bool
-    """Whether hits are bit-equal to cold runs on this machine."""
 
     def tiers(self) -> dict[str, str]:
         """Health by tier."""
@@ -83,7 +85,7 @@ def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:
         for store in opened:
             store.close()
         raise
-    return Assembly(engine, opened[0] if opened else None, metrics, settings.store.drain, exact=False)
+    return Assembly(engine, opened[0] if opened else None, metrics, settings.store.drain)
 
 
 def open_engine(
@@ -109,8 +111,12 @@ def open_engine(
         )
     hbm = allocate_hbm(checkpoint, settings)
     identity = checkpoint.identity(settings.block_tokens, settings.kv_dtype.value)
+    model = LlamaModel(checkpoint.config, checkpoint.tensors())
+    exact = settle(model, identity.kv_dtype, settings.block_tokens)
+    if not exact:
+        log.warning("on this machine a prefix hit may differ from a cold run in the last bits of its logits")
     return Engine(
-        LlamaModel(checkpoint.config, checkpoint.tensors()),
+        model,
         tokenizer_of(checkpoint),
         hbm.medium,
         hbm.medium.tensor,
@@ -121,6 +127,7 @@ def open_engine(
             max_length=settings.max_model_len or checkpoint.config.max_positions,
             prefix_cache=settings.prefix_cache,
             seed=settings.seed,
+            exact=exact,
         ),
         connect(identity, hbm) if connect is not None else None,
         metrics.engine if metrics is not None else None,

@@ -122,7 +122,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
 
     served = Served(
         assembly.engine.identity.model,
-        assembly.exact,
+        assembly.engine.config.exact,
         tiers=assembly.tiers,
         metrics=assembly.metrics.render,
         shutdown_seconds=GRACE_SECONDS,

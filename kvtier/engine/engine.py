@@ -55,6 +55,8 @@ class EngineConfig:
     """Where the seeds of requests without one come from."""
     ask_seconds: float = ASK_SECONDS
     """How long a connector may answer "ask later" for one request."""
+    exact: bool = False
+    """Whether hits are bit-equal to cold runs on this machine, as the self-test has found."""
     stall_seconds: float = 60.0
     """A sequence that could get no slot for so long, because saves hold them and do not end, is given up."""
 

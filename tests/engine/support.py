@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from kvtier.engine.architecture import ModelConfig, random_tensors
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import LlamaModel
 from kvtier.engine.request import Request
-from kvtier.engine.sampler import SamplingParams
+from kvtier.engine.sampler import SamplingParams, continuation_seed
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer, TokenizerSource, Vocabulary
 from kvtier.key import BlockKey, Identity, Span
@@ -122,12 +122,15 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 def expected(requests: Sequence[Request]) -> dict[str, list[tuple[int, ...]]]:
-    """What each request gives alone, without any cache."""
-    answers: dict[str, list[tuple[int, ...]]] = {}
-    for request in requests:
-        done = make_engine(256, prefix_cache=False, tokens=512).run([request])
-        answers[request.id] = [completion.tokens for completion in done]
-    return answers
+    """What each continuation gives alone: a request of its own, in an engine without any cache."""
+    return {request.id: [_alone(request, index) for index in range(request.sampling.n)] for request in requests}
+
+
+def _alone(request: Request, index: int) -> tuple[int, ...]:
+    seed = request.sampling.seed
+    sampling = replace(request.sampling, n=1, seed=None if seed is None else continuation_seed(seed, index))
+    engine = make_engine(128, prefix_cache=False, tokens=512)
+    return engine.run([replace(request, sampling=sampling)])[0].tokens
 
 
 @dataclass

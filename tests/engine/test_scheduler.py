@@ -187,7 +187,7 @@ def test_forks_share_full_blocks_and_copy_the_partly_filled_one() -> None:
 
 def test_each_fork_is_what_its_seed_gives_alone() -> None:
     sampling = SamplingParams(temperature=0.9, max_tokens=6, n=4, seed=11, ignore_eos=True)
-    request = Request("f", prompt(2, 10), sampling)
+    request = Request("f", prompt(2, 2 * BLOCK + 2), sampling)
     forks = [each.tokens for each in make_engine().run([request])]
     assert forks == expected([request])["f"]
     assert len(set(forks)) > 1
@@ -270,6 +270,19 @@ def test_a_failed_block_voids_itself_and_what_is_behind_it(position: int) -> Non
     assert stats.failed_tokens == (6 - position) * BLOCK
     assert stats.external_tokens == position * BLOCK
     assert stats.external_tokens + stats.computed_tokens == 25
+
+
+def test_what_failed_to_load_and_was_computed_is_saved_again() -> None:
+    connector = DictConnector()
+    engine = make_engine(connector=connector)
+    engine.run([greedy("a", prompt(1, 25), tokens=1)])
+    engine.settle(5.0)
+    engine.reset_prefix_cache()
+    before = connector.worker.saved_blocks
+    connector.faults.fail_loads = 1.0
+    engine.run([greedy("b", prompt(1, 25), tokens=1)])
+    assert_idle(engine, connector)
+    assert connector.worker.saved_blocks - before == 6
 
 
 def drain(engine: Engine) -> list[Output]:

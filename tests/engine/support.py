@@ -27,6 +27,7 @@ from kvtier.engine.sampler import SamplingParams, continuation_seed
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer, TokenizerSource, Vocabulary
 from kvtier.key import BlockKey, Identity, Span
+from kvtier.metrics import EngineMetrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
 from kvtier.storage_backends.hbm import HbmMedium
@@ -90,6 +91,7 @@ def make_engine(
     longest_prefix_first: bool = False,
     ask_seconds: float = 30.0,
     stall_seconds: float = 60.0,
+    metrics: EngineMetrics | None = None,
 ) -> Engine:
     shape = (CONFIG.layers, 2, BLOCK, CONFIG.kv_heads, CONFIG.head_dim)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype]
@@ -109,6 +111,7 @@ def make_engine(
             stall_seconds=stall_seconds,
         ),
         connector,
+        metrics,
     )
 
 
@@ -118,7 +121,8 @@ def greedy(name: str, prompt: Sequence[int], tokens: int = 8, **more: object) ->
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(256) for _ in range(length))
+    rng = random.Random(seed)
+    return tuple(rng.randrange(256) for _ in range(length))
 
 
 def expected(requests: Sequence[Request]) -> dict[str, list[tuple[int, ...]]]:

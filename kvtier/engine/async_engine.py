@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.engine.engine import IDLE_SECONDS, Engine
 from kvtier.engine.request import FinishReason, Output, Request, RequestStats
 from kvtier.errors import RequestError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -34,43 +38,33 @@ class AsyncEngine:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtier-steps", daemon=True)
 
-    @property
-    def busy(self) -> bool:
-        """Whether no further request is taken now."""
-        return self._closed or self.fault is not None or len(self._queues) >= self._max_open
+    def busy(self, more: int = 1) -> bool:
+        """Whether ``more`` further requests would not be taken now."""
+        return self._closed or self.fault is not None or len(self._queues) + more > self._max_open
 
     def start(self) -> None:
         """Start the thread; called on the event loop that will wait for outputs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
-        """Serve ``requests`` together and yield their outputs as they come, to the last one of each.
+    def open(self, requests: Sequence[Request]) -> Stream:
+        """Begin to serve ``requests`` together. Close what this returns, in whatever way it ends.
 
-        Leaving early, in whatever way, aborts what is unfinished. Raises `RequestError` for a request that can never be
-        served, and then serves none of them.
+        Raises `RequestError` for a request that can never be served, or while ``busy``; then none of them is served.
         """
-        if self.busy or len(self._queues) + len(requests) > self._max_open:
+        if self.busy(len(requests)):
             raise RequestError(self.fault or "the engine takes no further request now")
-        queue: asyncio.Queue[Output] = asyncio.Queue()
-        unfinished: set[str] = set()
+        stream = Stream(self)
         try:
             for request in requests:
                 self.engine.add_request(request)
-                self._queues[request.id] = queue
-                unfinished.add(request.id)
-            self._wake.set()
-            while unfinished:
-                output = await queue.get()
-                if output.last:
-                    self._forget(output.request_id)
-                    unfinished.discard(output.request_id)
-                yield output
-        finally:
-            for request_id in unfinished:
-                self.engine.abort(request_id)
-                self._forget(request_id)
-            self._wake.set()
+                self._queues[request.id] = stream.queue
+                stream.unfinished.add(request.id)
+        except RequestError:
+            stream.close()
+            raise
+        self._wake.set()
+        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with ``ABORT``."""
@@ -99,7 +93,8 @@ class AsyncEngine:
         while self.engine.has_work and self.fault is None:  # noqa: ASYNC110 - what ends is on another thread
             await asyncio.sleep(IDLE_SECONDS)
 
-    def _forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for this request any more."""
         self._queues.pop(request_id, None)
 
     def _run(self) -> None:
@@ -142,3 +137,39 @@ class AsyncEngine:
     def _fail_all(self) -> None:
         for request_id, queue in list(self._queues.items()):
             queue.put_nowait(Output(request_id, 0, (), "", RequestStats(0, 0.0), FinishReason.ERROR, last=True))
+
+
+class Stream:
+    """Outputs of requests that were opened together, as they come, to the last one of each.
+
+    Closing it aborts what is unfinished; idempotent.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self.queue: asyncio.Queue[Output] = asyncio.Queue()
+        self.unfinished: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        if not self.unfinished:
+            raise StopAsyncIteration
+        output = await self.queue.get()
+        if output.last:
+            self.unfinished.discard(output.request_id)
+            self._engine.forget(output.request_id)
+        return output
+
+    def close(self) -> None:
+        for request_id in self.unfinished:
+            self._engine.abort(request_id)
+            self._engine.forget(request_id)
+        self.unfinished.clear()

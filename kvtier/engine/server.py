@@ -9,7 +9,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -132,8 +131,6 @@ class _Server:
     def _check_model(self, body: Body) -> None:
         if body.model not in (None, self._served.model):
             raise HTTPException(404, f"the model {body.model!r} does not exist here; {self._served.model!r} does")
-        if self._engine.busy:
-            raise HTTPException(503, self._engine.fault or "too many requests are open; try again")
 
     async def _answer(self, http: HttpRequest, body: Body, prompts: list[list[int]], kind: type[Answer]) -> Response:
         sampling = body.sampling()
@@ -152,11 +149,11 @@ class _Server:
 
     async def _chunks(self, answer: Answer, requests: list[Request]) -> AsyncIterator[list[dict[str, object]]]:
         """What each output adds to the stream; ``answer`` gathers the whole meanwhile."""
-        for request in requests:
-            self._engine.engine.check(request)
-        yield answer.opening()
+        if self._engine.busy(len(requests)):
+            raise HTTPException(503, self._engine.fault or "too many requests are open; try again")
         order = {request.id: index for index, request in enumerate(requests)}
-        async with aclosing(self._engine.stream(requests)) as outputs:
+        with self._engine.open(requests) as outputs:
+            yield answer.opening()
             async for output in outputs:
                 if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
                     raise HTTPException(503, self._engine.fault or "the engine ended this request before its time")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import aclosing
 
 import pytest
 import torch
@@ -204,8 +203,9 @@ def test_times_are_in_order_and_steps_are_accounted_for() -> None:
 
 async def gather(engine: AsyncEngine, *requests: Request) -> dict[str, tuple[int, ...]]:
     got: dict[str, tuple[int, ...]] = {}
-    async for output in engine.stream(requests):
-        got[output.request_id] = (*got.get(output.request_id, ()), *output.tokens)
+    with engine.open(requests) as outputs:
+        async for output in outputs:
+            got[output.request_id] = (*got.get(output.request_id, ()), *output.tokens)
     return got
 
 
@@ -224,7 +224,7 @@ async def test_streams_from_many_tasks() -> None:
 async def test_who_leaves_a_stream_aborts_its_requests() -> None:
     engine = AsyncEngine(make_engine(connector=DictConnector(Faults(save_ticks=5))))
     engine.start()
-    async with aclosing(engine.stream([greedy("a", prompt(1, 12), tokens=200)])) as outputs:
+    with engine.open([greedy("a", prompt(1, 12), tokens=200)]) as outputs:
         async for _ in outputs:
             break
     assert await engine.close(5.0), "well before the 200 tokens are there"
@@ -272,9 +272,9 @@ async def test_a_step_that_fails_ends_every_request_and_says_so(monkeypatch: pyt
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(core._model, "forward", broken)
-    outputs = [output async for output in engine.stream([greedy("a", prompt(1, 5))])]
+    outputs = [output async for output in engine.open([greedy("a", prompt(1, 5))])]
     assert [output.finish for output in outputs] == [FinishReason.ERROR]
-    assert engine.fault is not None and "out of luck" in engine.fault and engine.busy
+    assert engine.fault is not None and "out of luck" in engine.fault and engine.busy()
     assert not await engine.close(1.0)
 
 

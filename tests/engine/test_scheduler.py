@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -82,9 +83,7 @@ def test_generated_blocks_are_found_again_by_the_next_turn() -> None:
         ({"tenant": b"x"}, {"tenant": b"y"}, False),
     ],
 )
-def test_salt_and_tenant_separate_equal_prompts(
-    first: dict[str, object], second: dict[str, object], shared: bool
-) -> None:
+def test_salt_and_tenant_separate_equal_prompts(first: dict[str, Any], second: dict[str, Any], shared: bool) -> None:
     engine = make_engine()
     engine.run([greedy("a", prompt(5, 20), **first)])
     assert (engine.run([greedy("b", prompt(5, 20), **second)])[0].stats.hbm_tokens > 0) == shared
@@ -397,9 +396,9 @@ def test_loads_that_fit_together_while_the_rest_of_their_prompts_does_not() -> N
     assert_idle(engine, connector)
 
 
-def test_a_save_that_never_ends_fails_one_request_and_not_the_engine() -> None:
+def test_a_save_that_never_ends_fails_one_request_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = DictConnector(Faults(save_cap=12))
-    connector.random.randint = lambda low, high: 1 << 30  # type: ignore[method-assign]  # polls until a save ends
+    monkeypatch.setattr(connector.random, "randint", lambda low, high: 1 << 30)  # polls until a save ends
     engine = make_engine(14, connector=connector, ask_seconds=0.01, stall_seconds=0.02)
     engine.run([greedy("fills", prompt(1, 46), tokens=2)])
     done = engine.run([greedy("stuck", prompt(2, 46), tokens=2)])[0]

@@ -192,13 +192,7 @@ class RedisMedium(KeyMedium):
                 return
 
     def ping(self) -> None:
-        try:
-            with translated(self._where):
-                self._with_wire(lambda wire: wire.call("PING"))
-        except MediumError as error:
-            self._breaker.failed(error)
-            raise
-        self._breaker.succeeded()
+        self._tried(lambda wire: wire.call("PING"))
 
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         name = _ABOUT + kind.encode() + b":" + digest.hex().encode()
@@ -228,6 +222,9 @@ class RedisMedium(KeyMedium):
     def _called(self, job: Callable[[Wire], T]) -> T:
         """``job`` on a free connection, behind the breaker."""
         self._breaker.check()
+        return self._tried(job)
+
+    def _tried(self, job: Callable[[Wire], T]) -> T:
         try:
             with translated(self._where):
                 done = self._with_wire(job)
@@ -259,11 +256,12 @@ class RedisMedium(KeyMedium):
         hands = min(self._connections, count)
         if not hands:
             return outcomes
+        self._breaker.check()  # once: behind a breaker that lets one call try, a batch is one call
         parts = [range(hand, count, hands) for hand in range(hands)]
 
         def play(part: range) -> MediumError | None:
             try:
-                self._called(lambda wire: job(wire, part, outcomes))
+                self._tried(lambda wire: job(wire, part, outcomes))
             except MediumError as error:
                 for index in part:
                     outcomes[index] = Outcome(Status.FAILED, 0, str(error))

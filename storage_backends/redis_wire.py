@@ -126,7 +126,8 @@ class Wire:
             connection.connect()
         except foreign.ConnectionError as error:
             connection.disconnect()
-            if type(connection) is Connection and "closed by server" in str(error).lower():  # over TCP, without TLS
+            hung_up = "closed by server" in str(error).lower() or _caused_by(error, ConnectionResetError) is not None
+            if hung_up and type(connection) is Connection:  # over TCP, without TLS
                 raise foreign.InvalidResponse("it closed the connection at the first command") from error
             raise
         sock: socket.socket = connection._sock  # redis-py has no public name for it

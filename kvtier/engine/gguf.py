@@ -99,7 +99,9 @@ class GgufFile:
         tokens = self._texts("tokenizer.ggml.tokens")
         kinds = self._value("tokenizer.ggml.token_type") or []
         if not isinstance(kinds, list) or len(kinds) not in (0, len(tokens)):
-            raise ModelError(f"{self.path.name}: {len(tokens)} tokens do not match their types; download the model again")
+            raise ModelError(
+                f"{self.path.name}: {len(tokens)} tokens do not match their types; download the model again"
+            )
         names = {}
         for key in ("bos", "eos", "padding", "unknown"):
             index = self._value(f"tokenizer.ggml.{key}_token_id")
@@ -125,7 +127,12 @@ class GgufFile:
         """Name, quantisation, shape and bytes of every tensor as stored, for the fingerprint."""
         for tensor in self.reader.tensors:
             shape = tuple(int(size) for size in tensor.shape)
-            yield tensor.name, tensor.tensor_type.name, shape, np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
+            yield (
+                tensor.name,
+                tensor.tensor_type.name,
+                shape,
+                np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1),
+            )
 
     def tensors(self, config: ModelConfig) -> dict[str, torch.Tensor]:
         """Every tensor in float32 under its Hugging Face name, with q and k un-permuted."""
@@ -162,14 +169,18 @@ class GgufFile:
         kind = self._value("llama.rope.scaling.type")
         if kind in (None, "none"):
             return None
-        return rope_divisors({"rope_type": kind, "factor": self._value("llama.rope.scaling.factor")}, theta, head_dim, name)
+        return rope_divisors(
+            {"rope_type": kind, "factor": self._value("llama.rope.scaling.factor")}, theta, head_dim, name
+        )
 
     def _value(self, key: str) -> object:
         entry = self.reader.fields.get(key)
         try:
             return None if entry is None else entry.contents()
         except (ValueError, IndexError) as error:
-            raise ModelError(f"{self.path.name}: metadata {key} is malformed ({error}); download the model again") from error
+            raise ModelError(
+                f"{self.path.name}: metadata {key} is malformed ({error}); download the model again"
+            ) from error
 
     def _text(self, key: str) -> str:
         value = self._value(key)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ class StepBatch:
 
     def __post_init__(self) -> None:
         for chunk in self.chunks:
-            assert chunk.tokens and chunk.start >= 0, chunk
+            assert len(chunk.tokens), chunk
+            assert chunk.start >= 0, chunk
 
     @property
     def tokens(self) -> int:
@@ -68,6 +70,15 @@ class LlamaModel:
         self._norm = tensors["model.norm.weight"].float()
         self._head = Linear(self._embedding if config.tie_embeddings else tensors["lm_head.weight"])
         self._rope = RopeTable(config)
+        self.attention_tails: tuple[int, ...] = (attention.STRIDE,)
+        """Lengths that attention may pad a context's last stride to; `exactness.settle` finds those that are exact here."""
+
+    def first_layers(self, count: int) -> LlamaModel:
+        """A model of the first ``count`` layers that shares this one's weights: the same shapes at a fraction of the work."""
+        part = copy.copy(self)
+        part.config = replace(self.config, layers=min(count, self.config.layers))
+        part._layers = self._layers[:count]
+        return part
 
     def layout(self, block_tokens: int, kv_dtype: str) -> Layout:
         """Geometry of a block with K and V in ``kv_dtype`` (``bf16``, ``fp16`` or ``fp32``)."""
@@ -94,10 +105,11 @@ class LlamaModel:
         them. Two chunks of one step must not share a slot that either of them writes.
         """
         config = self.config
-        assert kv.is_contiguous() and kv.shape[1:3] == (config.layers, 2) and kv.shape[4:] == (config.kv_heads, config.head_dim)
+        assert kv.is_contiguous()
+        assert (*kv.shape[1:3], *kv.shape[4:]) == (config.layers, 2, config.kv_heads, config.head_dim), kv.shape
         if not batch.chunks:
             return torch.empty(0, config.vocab)
-        step = attention.plan(batch.chunks, kv)
+        step = attention.plan(batch.chunks, kv, self.attention_tails)
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in batch.chunks])
         cos, sin = self._rope.rows(positions)
         hidden = F.embedding(torch.tensor([token for chunk in batch.chunks for token in chunk.tokens]), self._embedding)

@@ -43,7 +43,9 @@ def weight_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
         pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)]
-        reason = f"only pickled weights ({pickled[0]}), which are never loaded: convert them" if pickled else "no weights"
+        reason = (
+            f"only pickled weights ({pickled[0]}), which are never loaded: convert them" if pickled else "no weights"
+        )
         raise ModelError(f"{directory} has {reason}; a .safetensors or .gguf file is needed")
     if absent := [f.name for f in files if not f.exists()]:
         raise ModelError(f"{directory}: shard {absent[0]} is missing; download the model again")
@@ -60,7 +62,9 @@ def read_tensors(files: list[Path]) -> dict[str, torch.Tensor]:
                     if not name.endswith("rotary_emb.inv_freq"):
                         tensors[name] = reader.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is not a readable safetensors file ({error}); download the model again") from error
+            raise ModelError(
+                f"{file} is not a readable safetensors file ({error}); download the model again"
+            ) from error
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ModelError(f"{name} has dtype {tensor.dtype}: quantised safetensors are not supported")

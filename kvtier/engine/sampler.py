@@ -48,17 +48,32 @@ class SamplingParams:
     """How many alternatives to report with each token; None reports no log probabilities at all."""
 
     def __post_init__(self) -> None:
-        _require(math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0, "temperature", "from 0 to 100", self.temperature)
+        _require(
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
+            "temperature",
+            "from 0 to 100",
+            self.temperature,
+        )
         _require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
         _require(self.top_k >= 0, "top_k", "0 (all) or more", self.top_k)
         _require(self.seed is None or -_SEED_LIMIT <= self.seed < _SEED_LIMIT, "seed", "a 64-bit integer", self.seed)
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more", self.max_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
-        _require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens", self.min_tokens)
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            "at most max_tokens",
+            self.min_tokens,
+        )
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         _require(all(self.stop), "stop", "non-empty strings", self.stop)
         _require(1 <= self.n <= MAX_CHOICES, "n", f"from 1 to {MAX_CHOICES}", self.n)
-        _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}", self.logprobs)
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"0 to {MAX_LOGPROBS}",
+            self.logprobs,
+        )
 
     @property
     def greedy(self) -> bool:

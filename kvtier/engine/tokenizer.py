@@ -53,9 +53,7 @@ class TokenizerSource:
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
@@ -76,8 +74,8 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _from_vocabulary(vocabulary: Vocabulary) -> _Backend:
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
-    if any(len(pair) != 2 for pair in merges):
+    merges = [(left, right) for left, space, right in (merge.partition(" ") for merge in vocabulary.merges) if space]
+    if len(merges) != len(vocabulary.merges):
         raise ModelError("the GGUF's merges are malformed; download the model again")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     try:
@@ -87,7 +85,9 @@ def _from_vocabulary(vocabulary: Vocabulary) -> _Backend:
     backend.pre_tokenizer = _pre_tokenizer(vocabulary.pre)
     backend.decoder = decoders.ByteLevel()
     whole = sorted(vocabulary.special | vocabulary.added)
-    backend.add_tokens([AddedToken(vocabulary.tokens[i], special=i in vocabulary.special, normalized=False) for i in whole])
+    backend.add_tokens(
+        [AddedToken(vocabulary.tokens[i], special=i in vocabulary.special, normalized=False) for i in whole]
+    )
     return backend
 
 
@@ -153,7 +153,9 @@ class Tokenizer:
         """A fresh streaming decoder."""
         return Detokenizer(self, skip_special)
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: object) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: object
+    ) -> str:
         """The prompt that the checkpoint's template makes of a conversation; ``extra`` reaches the template as it is.
 
         Encode it with ``add_special=False``. Raises `RequestError` where there is no template or it refuses the messages.
@@ -230,9 +232,11 @@ def _alphabet(backend: _Backend) -> _ByteLevel | _Metaspace:
     kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
     if kinds == {"ByteLevel"}:
         return _ByteLevel()
-    if kinds == {"Metaspace"} or kinds == {"Replace", "ByteFallback", "Fuse", "Strip"}:
+    if kinds in ({"Metaspace"}, {"Replace", "ByteFallback", "Fuse", "Strip"}):
         return _Metaspace()
-    raise ModelError(f"a tokenizer whose decoder is {sorted(map(str, kinds))} is not supported (ByteLevel and Metaspace are)")
+    raise ModelError(
+        f"a tokenizer whose decoder is {sorted(map(str, kinds))} is not supported (ByteLevel and Metaspace are)"
+    )
 
 
 def _compiled(template: str) -> jinja2.Template:
@@ -246,7 +250,7 @@ def _compiled(template: str) -> jinja2.Template:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().astimezone().strftime(pattern)
     environment.filters["tojson"] = to_json
     try:
         return environment.from_string(template)

@@ -186,7 +186,9 @@ def chain_keys(
     for index in range(count):
         held = extras.get(index) if extras else None
         last = none if not held else _joined(_packed([list(astuple(extra)) for extra in held]))
-        key = blake2b(before + key + between + raw[index * size : index * size + size] + last, digest_size=KEY_BYTES).digest()
+        key = blake2b(
+            before + key + between + raw[index * size : index * size + size] + last, digest_size=KEY_BYTES
+        ).digest()
         keys.append(BlockKey(key))
     return keys
 

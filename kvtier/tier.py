@@ -189,6 +189,9 @@ class LowerTier(ABC):
     def empty(self) -> int:
         """Remove every block that nobody holds; how many."""
 
+    def drop_page_cache(self) -> None:  # noqa: B027 - most media use none
+        """Make the next reads come from the device where the medium goes through the page cache."""
+
     def close(self) -> None:
         self.workers.close()
         self._medium.close()
@@ -305,6 +308,10 @@ class SlotTier(LowerTier):
         self.delete(entries)
         return len(entries)
 
+    def drop_page_cache(self) -> None:
+        if self._slots.io == "buffered":
+            self._slots.drop_page_cache()
+
     def _referenced(self, entry: Address) -> bool:
         slot = self.pool.slot(entry)
         return slot is not None and self.pool.references(slot) > 0
@@ -348,7 +355,9 @@ class SlotTier(LowerTier):
         kept: list[tuple[Slot, Parcel]] = []
         try:
             chosen = [parcels[index] for index in new[: len(slots)]]
-            written = write_frames(self._slots, slots, [p.view for p in chosen], [p.header for p in chosen], self._codec)
+            written = write_frames(
+                self._slots, slots, [p.view for p in chosen], [p.header for p in chosen], self._codec
+            )
             for index, slot, parcel, outcome in zip(new, slots, chosen, written, strict=False):
                 outcomes[index] = outcome
                 if outcome.done:

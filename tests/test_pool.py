@@ -149,7 +149,9 @@ def test_states_always_add_up_under_random_use() -> None:
                 pool.release(have, now)
                 continue
             parents = [None, *chain[:-1]]
-            for slot, name, above in reversed(list(zip(got.slots, chain[len(have) :], parents[len(have) :], strict=True))):
+            for slot, name, above in reversed(
+                list(zip(got.slots, chain[len(have) :], parents[len(have) :], strict=True))
+            ):
                 pool.commit(slot, name, EntryMeta(parent=above), now)
             pool.touch(have + got.slots, now)
             held.append(have + got.slots)

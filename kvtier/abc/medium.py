@@ -133,6 +133,9 @@ class PersistentSlotMedium(SlotMedium):
     def read(self, slots: Sequence[int], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
         """As for any slot medium."""
 
+    def drop_page_cache(self) -> None:
+        """Make the next reads come from the device, for measurements. Nothing to do where no page cache is used."""
+
     @abstractmethod
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""

@@ -18,6 +18,9 @@ from kvtier.errors import KvtierError
 from kvtier.params import nearest
 
 COMMANDS = {
+    "demo": "serve a long prompt cold and from each tier, and show what the cache saves",
+    "generate": "continue one prompt and say where its tokens came from",
+    "serve": "answer the OpenAI API over HTTP, with the configured tiers below",
     "config": "show the effective settings and where each came from",
 }
 """Subcommand -> its line in ``kvtier --help``."""

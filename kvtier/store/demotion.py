@@ -105,7 +105,9 @@ class Outbox:
 class Demoter:
     """Decides what goes down, and when. Called under the store's lock."""
 
-    def __init__(self, arena: Arena, tiers: Sequence[LowerTier], lock: threading.Lock, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, arena: Arena, tiers: Sequence[LowerTier], lock: threading.Lock, clock: Callable[[], float]
+    ) -> None:
         self._arena = arena
         self._tiers = tuple(tiers)
         self._clock = clock

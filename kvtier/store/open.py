@@ -101,7 +101,9 @@ def _check(plans: Sequence[TierPlan]) -> None:
     for plan in plans:
         codec = codec_named(plan.options.codec)
         if codec.lossy:
-            raise ConfigError(f"{plan.url}: codec: {codec.name} is lossy and belongs to the whole store, not to one tier")
+            raise ConfigError(
+                f"{plan.url}: codec: {codec.name} is lossy and belongs to the whole store, not to one tier"
+            )
         if plan.options.policy != "lru":
             raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: lru")
     if plans[0].options.codec != "raw":

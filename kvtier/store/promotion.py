@@ -105,7 +105,9 @@ class Promoter:
         """A new live match, not advanced yet."""
         deadline = self._clock() + self._deadline
         addresses = self._geometry.addresses(span)
-        match = TieredMatch(self._lock, self.advance, self.release, request_id, span, start, addresses, deadline, urgency)
+        match = TieredMatch(
+            self._lock, self.advance, self.release, request_id, span, start, addresses, deadline, urgency
+        )
         self.matches[request_id] = match
         return match
 

@@ -138,7 +138,9 @@ class TieredStore(Store):
             self._loading[id(future)] = slots
             self._promoter.release(match)
             proven = [self._always or self._random.random() < SAMPLE_SHARE for _ in slots]
-            sums = [self._arena.header(slot).content if prove else None for slot, prove in zip(slots, proven, strict=True)]
+            sums = [
+                self._arena.header(slot).content if prove else None for slot, prove in zip(slots, proven, strict=True)
+            ]
         beyond = _failed(len(into.slots) - count, "the match no longer holds this block")
 
         def load() -> None:
@@ -215,9 +217,7 @@ class TieredStore(Store):
                 if after is not None:
                     after.wait()
                 sources = [source.slots[i] for i in taken]
-                saved, sums = save_blocks(
-                    source.medium, sources, self._arena.medium, slots, workers=self._copier
-                )
+                saved, sums = save_blocks(source.medium, sources, self._arena.medium, slots, workers=self._copier)
             except MediumError as failed:
                 saved = _failed(len(taken), str(failed))
             done = sum(outcome.done for outcome in saved)
@@ -305,7 +305,25 @@ class TieredStore(Store):
                 self._promoter.note_gone(gone)
                 self._arena.pool.release(slots, self._clock())
                 return len(gone)
-        return next(lower for lower in self._tiers if lower.name == tier).empty()
+        return self._lower(tier).empty()
+
+    def held(self, tier: str) -> int:
+        """Blocks that a tier with slots now shows."""
+        with self._lock:
+            counts = self._arena.counts() if tier == DRAM else self._lower(tier).counts()
+        return counts["ready"]
+
+    def io(self, tier: str) -> str:
+        """How a tier's bytes move now: ``memory``, ``direct``, ``buffered`` or ``socket``."""
+        return self._arena.medium.io if tier == DRAM else self._lower(tier).medium.io
+
+    def drop_page_caches(self) -> None:
+        """Make the next reads of buffered files come from their device, for measurements."""
+        for tier in self._tiers:
+            tier.drop_page_cache()
+
+    def _lower(self, name: str) -> LowerTier:
+        return next(tier for tier in self._tiers if tier.name == name)
 
     def timing(self, request_id: str) -> LoadTiming | None:
         """How long the request's last load took; None where it had none or it is long ago."""
@@ -338,7 +356,11 @@ class TieredStore(Store):
         with self._lock:
             counts = {DRAM: self._arena.counts(), **{tier.name: tier.counts() for tier in self._tiers}}
             waiting = {tier.name: len(self._demoter.outboxes[tier.name].slots) for tier in self._tiers}
-            live, reserved, arriving = len(self._promoter.matches), self._promoter.reserved, len(self._promoter.arriving)
+            live, reserved, arriving = (
+                len(self._promoter.matches),
+                self._promoter.reserved,
+                len(self._promoter.arriving),
+            )
             saving, loading = len(self._saving), sum(map(len, self._loading.values()))
             owing = self._arena.owing_count
         for name, metrics in self._recorders():
@@ -383,7 +405,9 @@ class TieredStore(Store):
                     found.append(f"dram slot {number} has {references} references, {count} are held")
             idle = self._workers.idle and all(tier.workers.idle for tier in self._tiers) and not self._loading
             if idle and not self._saving and self._arena.pool.referenced != sum(map(bool, expected)):
-                found.append(f"{self._arena.pool.referenced} dram slots are referenced, {sum(map(bool, expected))} are held")
+                found.append(
+                    f"{self._arena.pool.referenced} dram slots are referenced, {sum(map(bool, expected))} are held"
+                )
             if self._promoter.reserved != sum(match.reserved for match in self._promoter.matches.values()):
                 found.append("slots reserved for matches do not add up")
             return found

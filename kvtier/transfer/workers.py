@@ -40,7 +40,9 @@ class Workers:
         self._saving = 0
         self._most_saving = max(1, threads - 1)
         self._closed = False
-        self._threads = [threading.Thread(target=self._work, name=f"kvtier-{name}-{n}", daemon=True) for n in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvtier-{name}-{n}", daemon=True) for n in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 

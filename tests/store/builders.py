@@ -122,7 +122,13 @@ class Bench:
         """Nothing is held, nothing is queued, and everything agrees."""
         assert self.store.check_integrity() == []
         stats = self.store.stats()
-        assert (stats["matches"], stats["leased"], stats["arriving"], stats["saving"], stats["loading"]) == (0, 0, 0, 0, 0)
+        assert (stats["matches"], stats["leased"], stats["arriving"], stats["saving"], stats["loading"]) == (
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
 
     def empty_dram(self) -> None:
         """Evict everything that DRAM may evict."""
@@ -155,7 +161,9 @@ def make_bench(
         workers.append(Workers("nvme", 0))
         options = TierOptions(nvme_write)
         policy = LruPolicy(slots.slots)
-        tiers.append(SlotTier("nvme", options, slots, codec_named("raw"), workers[-1], metrics.tier("nvme"), lock, policy))
+        tiers.append(
+            SlotTier("nvme", options, slots, codec_named("raw"), workers[-1], metrics.tier("nvme"), lock, policy)
+        )
     if shared is not None:
         workers.append(Workers("shared", 0))
         options = TierOptions(shared_write)

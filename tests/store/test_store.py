@@ -311,4 +311,3 @@ def test_codecs_give_back_the_same_bytes(codec: str) -> None:
     bench.save(keys)
     bench.empty_dram()
     assert bench.load(keys) == 3
-

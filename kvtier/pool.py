@@ -179,11 +179,10 @@ class BlockPool:
 
     def touch(self, slots: Sequence[Slot], now: float) -> None:
         """Note a use of a chain's READY slots (given head first)."""
-        touch, entry = self._policy.touch, self._entry
-        for slot in reversed(slots):
-            name = entry[slot]
-            if name is not None:
-                touch(name, now)
+        touch = self._policy.touch
+        for entry in map(self._entry.__getitem__, reversed(slots)):
+            if entry is not None:
+                touch(entry, now)
 
     def acquire(self, slots: Sequence[Slot]) -> None:
         """One more reference to each of ``slots`` (distinct, not FREE)."""
@@ -196,13 +195,12 @@ class BlockPool:
         refs = self._refs[slots] - 1
         assert refs.min() >= 0, "released more often than acquired"
         self._refs[slots] = refs
-        for index in np.flatnonzero(refs == 0)[::-1]:
+        states = self._state[slots]
+        for index in np.flatnonzero((refs == 0) & (states != READY))[::-1]:
             slot = slots[index]
-            state = self._state[slot]
-            if state != READY:
-                self._retiring -= int(state == RETIRING)
-                self._state[slot] = FREE
-                self._free.append(slot)
+            self._retiring -= int(states[index] == RETIRING)
+            self._state[slot] = FREE
+            self._free.append(slot)
 
     def victims(self, count: int, now: float, keep: Container[Address] = ()) -> list[Slot] | None:
         """``count`` READY, unreferenced slots in the order they should go, children before parents; None if there are fewer."""

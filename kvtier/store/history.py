@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -24,6 +24,13 @@ class LoadTiming:
 
     nbytes: int
     seconds: float
+
+
+def runs(blocks: Iterable[BlockFound]) -> Iterator[tuple[BlockFound, int]]:
+    """Answers and how often each repeats; equal answers are one shared object, which makes this cheap."""
+    for _, equal in groupby(blocks, key=id):
+        run = list(equal)
+        yield run[0], len(run)
 
 
 class History:
@@ -61,8 +68,7 @@ class History:
 
     def tell(self, request_id: str, blocks: Sequence[BlockFound]) -> None:
         self._told.pop(request_id, None)
-        runs = (list(run) for _, run in groupby(blocks, key=id))  # equal answers are one shared object
-        self._told[request_id] = [(run[0], len(run)) for run in runs]
+        self._told[request_id] = list(runs(blocks))
         while len(self._told) > MOST_REQUESTS:
             self._told.popitem(last=False)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import BlockFound, Found, Reason
@@ -26,7 +28,7 @@ from kvtier.pool import Slot
 from kvtier.store.arena import Arena, Gone
 from kvtier.store.demotion import Demoter
 from kvtier.store.geometry import Geometry
-from kvtier.store.history import History
+from kvtier.store.history import History, runs
 from kvtier.store.match import TieredMatch, missed
 from kvtier.tier import LowerTier
 from kvtier.transfer.workers import Urgency
@@ -50,11 +52,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where one block of a match is: in DRAM, on its way, or in a lower tier."""
+    """Where one block of a match is: on its way, in a lower tier, or (neither) in DRAM."""
 
-    slot: Slot | None = None
     arrival: Arrival | None = None
     tier: LowerTier | None = None
+
+
+IN_DRAM = Step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Walk:
     """The usable prefix of a match, and why it ends where it does (None: it does not)."""
 
     steps: list[Step]
+    resident: list[Slot | None]
+    """Per block its DRAM slot."""
     end: BlockFound | None
 
 
@@ -170,9 +176,9 @@ class Promoter:
         """Where each block of the match is; None where a probe has been sent and must answer first."""
         addresses = match.addresses[match.start :]
         resident = self._arena.pool.places(addresses)
-        steps: list[Step] = [Step(slot) for slot in resident]
+        steps = [IN_DRAM] * len(resident)
         if None not in resident:
-            return Walk(steps, None)
+            return Walk(steps, resident, None)
         known = [(tier, tier.places(addresses)) for tier in self._tiers if tier.usable and not tier.probes]
         shared = [tier for tier in self._tiers if tier.usable and tier.probes]
         for index in range(resident.index(None), len(steps)):
@@ -192,9 +198,9 @@ class Promoter:
                     return None
                 tier = tier or next((one for one in shared if index < match.present[one.name]), None)
             if tier is None:
-                return Walk(steps[:index], missed(self._why(address)))
+                return Walk(steps[:index], resident, missed(self._why(address)))
             steps[index] = Step(tier=tier)
-        return Walk(steps, None)
+        return Walk(steps, resident, None)
 
     def _why(self, address: Address) -> Reason:
         why = self._history.why(address)
@@ -226,7 +232,7 @@ class Promoter:
             steps, end = steps[: self._half], missed(Reason.NO_ROOM)
         self._line.pop(match.request_id, None)
         now = self._clock()
-        held = {index: step.slot for index, step in enumerate(steps) if step.slot is not None}
+        held = {index: slot for index, slot in enumerate(walk.resident[: len(steps)]) if slot is not None}
         self._arena.pool.acquire(list(held.values()))
         wanted = [index for index, step in enumerate(steps) if step.tier is not None]
         slots, gone = self._arena.take(len(wanted), now)
@@ -249,23 +255,19 @@ class Promoter:
 
     def _gated(self, walk: Walk) -> tuple[list[Step], BlockFound | None]:
         """Cut the walk before the first run of blocks that is not worth loading."""
-        steps, index = walk.steps, 0
-        while index < len(steps):
-            tier = steps[index].tier
-            run = index + 1
-            while run < len(steps) and steps[run].tier is tier:
-                run += 1
-            name, count = tier.name if tier else DRAM, run - index
+        index = 0
+        for tier, run in groupby(walk.steps, key=attrgetter("tier")):
+            name, count = tier.name if tier else DRAM, len(list(run))
             if not self._gate.admits(name, count * self._geometry.block_bytes, count * self._geometry.block_tokens):
-                return steps[:index], missed(Reason.BELOW_BREAK_EVEN, name)
-            index = run
-        return steps, walk.end
+                return walk.steps[:index], missed(Reason.BELOW_BREAK_EVEN, name)
+            index += count
+        return walk.steps, walk.end
 
     def _start(self, match: TieredMatch, steps: Sequence[Step], slots: Sequence[Slot]) -> None:
         """Join what is on its way already, and send for the rest."""
         free = iter(slots)
         batches: list[list[int]] = []
-        for index, step in enumerate(steps):
+        for index, step in [(index, step) for index, step in enumerate(steps) if step is not IN_DRAM]:
             arrival = step.arrival
             if step.tier is not None:
                 arrival = Arrival(match.addresses[match.start + index], next(free), step.tier)
@@ -362,11 +364,11 @@ class Promoter:
     def _count(self, blocks: Sequence[BlockFound]) -> None:
         given: dict[str, int] = {}
         misses: dict[str | Enum, int] = {}
-        for block in blocks:
+        for block, count in runs(blocks):
             if block.found is Found.HIT and block.tier:
-                given[block.tier] = given.get(block.tier, 0) + 1
+                given[block.tier] = given.get(block.tier, 0) + count
             elif block.reason:
-                misses[block.reason] = misses.get(block.reason, 0) + 1
+                misses[block.reason] = misses.get(block.reason, 0) + count
         below = sum(given.values())
         for name, metrics in [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]:
             below -= given.get(name, 0)

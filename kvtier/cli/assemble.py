@@ -56,8 +56,16 @@ class Assembly:
         return {"hbm": "ok", **(self.store.health() if self.store is not None else {})}
 
     def close(self) -> bool:
-        """Let saves end, write down what a tier still lacks, close the media; whether all of it was done in time."""
-        done = self.engine.settle(self.drain_seconds)
+        """End open requests, let saves end, write down what a tier lacks, close the media; whether all was done in time.
+
+        No other thread runs the engine's steps any more.
+        """
+        self.engine.abort_all()
+        try:
+            done = self.engine.settle(self.drain_seconds)
+        except Exception:
+            log.exception("the engine failed; draining what it had saved")
+            done = False
         if self.store is not None:
             done = self.store.drain(self.drain_seconds) and done
             self.store.close()

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STEP_SECONDS = 30.0
+"""A step that has begun ends within this, even on a busy machine."""
+
 
 class AsyncEngine:
     """Runs `Engine.step` on a thread of its own for as long as there is work.
@@ -82,11 +85,10 @@ class AsyncEngine:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until_idle(), timeout)
         finished = not self.engine.has_work
-        for request_id in list(self._queues):
-            self.abort(request_id)
+        self.engine.abort_all()
         self._stopping.set()
         self._wake.set()
-        await asyncio.to_thread(self._thread.join, timeout + 1.0)
+        await asyncio.to_thread(self._thread.join, timeout + STEP_SECONDS)
         return finished and not self._thread.is_alive()
 
     async def _until_idle(self) -> None:

@@ -158,6 +158,11 @@ class Engine:
         """End a request, in whatever state it is, at the next step. Any thread; unknown ids are no error."""
         self._inbox.append(request_id)
 
+    def abort_all(self) -> None:
+        """End every open request at the next step. Any thread."""
+        with self._door:
+            self._inbox.extend(self._groups)
+
     def step(self) -> list[Output]:
         """Plan, load, compute, sample, note. Returns what it added to each sequence; nothing where there was nothing to do."""
         began = time.perf_counter()

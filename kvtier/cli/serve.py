@@ -124,7 +124,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
         assembly.engine.identity.model,
         assembly.engine.config.exact,
         tiers=assembly.tiers,
-        metrics=assembly.metrics.render,
+        metrics=assembly.render_metrics,
         shutdown_seconds=GRACE_SECONDS,
     )
     config = uvicorn.Config(

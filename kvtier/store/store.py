@@ -9,9 +9,11 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
+from itertools import takewhile
 
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import BlockFound, Fence, Match, Reason, SlotRange, Store, Transfer
@@ -132,8 +134,8 @@ class TieredStore(Store):
         assert isinstance(match, TieredMatch), "a match of this store"
         future: Transfer = Future()
         with self._lock:
-            count = min(len(into.slots), match.hits) if match.settled and not match.released else 0
-            slots = [match.slots[index] for index in range(count)]
+            slots = self._held_slots(match, len(into.slots))
+            count = len(slots)
             self._arena.pool.acquire(slots)
             self._loading[id(future)] = slots
             self._promoter.release(match)
@@ -168,6 +170,13 @@ class TieredStore(Store):
             self._loaded(id(future), slots, _failed(count, "the store is closed"), 0.0)
             future.set_result(_failed(len(into.slots), "the store is closed"))
         return future
+
+    def _held_slots(self, match: TieredMatch, most: int) -> list[Slot]:
+        """DRAM slots of the match's first hits, up to one that was dropped or did not prove since."""
+        if not match.settled or match.released:
+            return []
+        slots = [match.slots[index] for index in range(min(most, match.hits))]
+        return list(takewhile(lambda slot: self._arena.pool.entry(slot) is not None, slots))
 
     def _loaded(self, name: int, slots: Sequence[Slot], outcomes: Sequence[Outcome], seconds: float) -> None:
         done = sum(outcome.done for outcome in outcomes)
@@ -356,24 +365,25 @@ class TieredStore(Store):
         with self._lock:
             counts = {DRAM: self._arena.counts(), **{tier.name: tier.counts() for tier in self._tiers}}
             waiting = {tier.name: len(self._demoter.outboxes[tier.name].slots) for tier in self._tiers}
-            live, reserved, arriving = (
-                len(self._promoter.matches),
-                self._promoter.reserved,
-                len(self._promoter.arriving),
-            )
+            live, reserved = len(self._promoter.matches), self._promoter.reserved
+            arriving = Counter(arrival.tier.name for arrival in self._promoter.arriving.values())
             saving, loading = len(self._saving), sum(map(len, self._loading.values()))
             owing = self._arena.owing_count
         for name, metrics in self._recorders():
             if counts[name]:
                 metrics.blocks(**counts[name])
+        self._dram.leased(live, reserved)
+        self._dram.queued("save", saving)
+        self._dram.queued("load", loading)
         for tier in self._tiers:
             tier.metrics.queued("save", waiting[tier.name])
+            tier.metrics.queued("load", arriving[tier.name])
         return {
             "blocks": counts,
             "waiting": waiting,
             "matches": live,
             "leased": reserved,
-            "arriving": arriving,
+            "arriving": sum(arriving.values()),
             "saving": saving,
             "loading": loading,
             "owing": owing,

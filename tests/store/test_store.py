@@ -311,3 +311,20 @@ def test_codecs_give_back_the_same_bytes(codec: str) -> None:
     bench.save(keys)
     bench.empty_dram()
     assert bench.load(keys) == 3
+
+
+def test_gauges_say_what_is_held_now(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    bench.save(chain(1, 3))
+    bench.empty_dram()
+    match = bench.store.match("r", chain(1, 3))
+    bench.store.stats()
+    held = {"kvtier_tier_matches": 1.0, "kvtier_tier_leased_blocks": 3.0}
+    assert {name: bench.metrics.value(name, tier="dram") for name in held} == held
+    assert bench.metrics.value("kvtier_tier_queue_depth", tier="nvme", kind="load") == 3.0
+    assert bench.metrics.value("kvtier_tier_blocks", tier="nvme", state="ready") == 3.0
+    bench.turn()
+    match.release()
+    bench.idle()
+    assert [bench.metrics.value(name, tier="dram") for name in held] == [0.0, 0.0]
+    assert bench.metrics.value("kvtier_tier_queue_depth", tier="nvme", kind="load") == 0.0

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.abc.medium import Iovec, Outcome, SlotMedium
 from kvtier.abc.store import Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
-from kvtier.config import TierOptions, Verify, WriteMode
+from kvtier.config import Bytes, TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
 from kvtier.key import Identity, Origin, Scope, Shard, Span, chain_keys, root_key
 from kvtier.layout import CacheGroup, GroupKind, Layout
@@ -29,6 +29,8 @@ from kvtier.transfer.workers import Workers
 LAYOUT = Layout((CacheGroup(GroupKind.GQA, 2, 2, 16, "bf16"),), 16)
 IDENTITY = Identity("test-model", "r1", "bf16", LAYOUT)
 SHARD = Shard()
+SMALL_NVME = 3300 << 10
+"""Bytes of an NVMe folder that holds fewer blocks than the random walks save."""
 GEOMETRY = Geometry(SHARD, LAYOUT.fingerprint(), LAYOUT.block_bytes, LAYOUT.block_tokens)
 
 
@@ -157,7 +159,7 @@ def make_bench(
     workers = [Workers("dram", 0)]
     tiers: list[LowerTier] = []
     if nvme is not None:
-        slots = NvmeMedium(nvme, GEOMETRY.block_bytes, NvmeMedium.Params(capacity=nvme_capacity))
+        slots = NvmeMedium(nvme, GEOMETRY.block_bytes, NvmeMedium.Params(capacity=Bytes(nvme_capacity)))
         workers.append(Workers("nvme", 0))
         options = TierOptions(nvme_write)
         policy = LruPolicy(slots.slots)

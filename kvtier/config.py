@@ -176,19 +176,29 @@ def _setting(default: T, help_text: str, *, at_least: int | None = None, flag: s
 class EngineSettings:
     """The bundled engine."""
 
-    model: str = _setting("SmolLM2-135M-Instruct", "model: a local folder or GGUF file, a hub id, or the bundled SmolLM2")
-    model_name: str | None = _setting(None, "name of the model in keys and in the API, where the folder's is not wanted")
+    model: str = _setting(
+        "SmolLM2-135M-Instruct", "model: a local folder or GGUF file, a hub id, or the bundled SmolLM2"
+    )
+    model_name: str | None = _setting(
+        None, "name of the model in keys and in the API, where the folder's is not wanted"
+    )
     revision: str | None = _setting(None, "revision of the weights; without one they are fingerprinted")
     load_format: LoadFormat = _setting(LoadFormat.AUTO, "where weights come from; dummy: random, from the config alone")
     device: str = _setting("auto", "torch device: auto, cpu, cuda or cuda:N")
-    kv_dtype: KvDtype = _setting(KvDtype.AUTO, "what HBM slots hold; auto: the checkpoint's own 16-bit dtype, else bf16")
+    kv_dtype: KvDtype = _setting(
+        KvDtype.AUTO, "what HBM slots hold; auto: the checkpoint's own 16-bit dtype, else bf16"
+    )
     block_tokens: int = _setting(16, "tokens per block", at_least=1)
     hbm_blocks: int = _setting(1024, "blocks that HBM (on a CPU: the engine's own memory) holds", at_least=2)
-    max_model_len: int | None = _setting(None, "longest sequence in tokens; none: what the model was made for", at_least=1)
+    max_model_len: int | None = _setting(
+        None, "longest sequence in tokens; none: what the model was made for", at_least=1
+    )
     max_num_seqs: int = _setting(16, "sequences that run at once", at_least=1)
     max_num_batched_tokens: int = _setting(512, "tokens per step; longer prompts are computed in chunks", at_least=1)
     prefix_cache: bool = _setting(default=True, help_text="reuse blocks of earlier requests that are still in HBM")
-    longest_prefix_first: bool = _setting(default=False, help_text="start waiting requests in order of their cached prefix")
+    longest_prefix_first: bool = _setting(
+        default=False, help_text="start waiting requests in order of their cached prefix"
+    )
     threads: int = _setting(0, "compute threads; 0: one per core", at_least=0)
     seed: int = _setting(0, "seed of sampling and of dummy weights", at_least=0)
 
@@ -390,7 +400,9 @@ def resolve(flags: Mapping[str, object] | None = None, environ: Mapping[str, str
     if file:
         given += _from_file(Path(str(file)))
     given += _from_environment(environ)
-    given += [(_SETTINGS[name], raw, f"flag {_SETTINGS[name].flag}") for name, raw in flags.items() if name in _SETTINGS]
+    given += [
+        (_SETTINGS[name], raw, f"flag {_SETTINGS[name].flag}") for name, raw in flags.items() if name in _SETTINGS
+    ]
     sources = dict.fromkeys((setting.dotted for setting in _SETTINGS.values()), "default")
     values: dict[str, dict[str, Any]] = {section: {} for section in ("", *_SECTIONS)}
     for setting, raw, source in given:

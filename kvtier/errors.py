@@ -1,15 +1,15 @@
 """Every exception that leaves kvtier, as one tree.
 
-    KvtierError
-    |-- ConfigError            a setting, URL or model is wrong: exit code 2, the message says what to change
-    |   |-- CapacityError      more was asked than disk, memory or cgroup allow
-    |   `-- ModelError         a checkpoint is missing or is of a kind that is not supported
-    |-- RequestError           one request's fault: HTTP 400
-    |-- MediumError            a medium failed; inside the store this is a miss, never an exception for the engine
-    |   |-- MediumUnavailable  it does not answer (degraded; it may come back)
-    |   |-- MediumRefused      it answers and refuses (wrong password, plain text to a TLS port, out of memory)
-    |   `-- MediumFull         it has no room left
-    `-- CorruptFrame           bytes that are not what their header, their key or their sum says
+KvtierError
+|-- ConfigError            a setting, URL or model is wrong: exit code 2, the message says what to change
+|   |-- CapacityError      more was asked than disk, memory or cgroup allow
+|   `-- ModelError         a checkpoint is missing or is of a kind that is not supported
+|-- RequestError           one request's fault: HTTP 400
+|-- MediumError            a medium failed; inside the store this is a miss, never an exception for the engine
+|   |-- MediumUnavailable  it does not answer (degraded; it may come back)
+|   |-- MediumRefused      it answers and refuses (wrong password, plain text to a TLS port, out of memory)
+|   `-- MediumFull         it has no room left
+`-- CorruptFrame           bytes that are not what their header, their key or their sum says
 """
 
 

@@ -215,7 +215,9 @@ class Metrics:
         self.read_bytes = self._counter("kvtier_tier_read_bytes", "Bytes of blocks read and proved", "tier")
         self.written_blocks = self._counter("kvtier_tier_written_blocks", "Blocks written and committed", "tier")
         self.written_bytes = self._counter("kvtier_tier_written_bytes", "Bytes of blocks written and committed", "tier")
-        self.evictions = self._counter("kvtier_tier_evictions", "Blocks that left the tier, by reason", "tier", "reason")
+        self.evictions = self._counter(
+            "kvtier_tier_evictions", "Blocks that left the tier, by reason", "tier", "reason"
+        )
         self.saves_dropped = self._counter("kvtier_tier_saves_dropped", "Blocks not kept, by reason", "tier", "reason")
         self.sum_failures = self._counter("kvtier_tier_sum_failures", "Blocks read that did not prove", "tier")
         self.failures = self._counter("kvtier_tier_failures", "Items the medium failed at, by verb", "tier", "verb")

@@ -39,7 +39,9 @@ def _loaded(group: str, name: str, what: str) -> Any:  # noqa: ANN401 - whatever
             f"pip install the package that provides {name!r}, or kvtier itself with `pip install -e .` in a checkout"
         )
     if len({entry.value for entry in found}) > 1:
-        raise ConfigError(f"{what} {name!r} is provided twice: {' and '.join(sorted(map(_from_package, found)))}; uninstall one")
+        raise ConfigError(
+            f"{what} {name!r} is provided twice: {' and '.join(sorted(map(_from_package, found)))}; uninstall one"
+        )
     try:
         return found[0].load()
     except Exception as failed:

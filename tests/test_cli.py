@@ -84,7 +84,9 @@ def test_config_shows_values_with_their_sources_as_toml(capsys: pytest.CaptureFi
     assert f"]  # file {file}" in " ".join(shown.split("\n")).replace("   ", "")
 
 
-def test_what_config_prints_is_a_file_with_the_same_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_config_prints_is_a_file_with_the_same_settings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert exit_of("config", "--tier", "dram://?capacity=4MiB", "--threads", "3") == 0
     file = tmp_path / "kvtier.toml"
     printed = capsys.readouterr().out
@@ -103,14 +105,20 @@ def test_config_masks_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ((), "kvtier: error: the following arguments are required: SUBCOMMAND"),
         (("confg",), "kvtier: error: argument SUBCOMMAND: invalid choice: 'confg'"),
-        (("config", "--hbm-bloks=3"), "kvtier config: error: unknown argument '--hbm-bloks'; did you mean '--hbm-blocks'?"),
+        (
+            ("config", "--hbm-bloks=3"),
+            "kvtier config: error: unknown argument '--hbm-bloks'; did you mean '--hbm-blocks'?",
+        ),
         (("config", "--hbm", "3"), "kvtier config: error: unknown argument '--hbm'"),
         (("config", "more"), "kvtier config: error: unknown argument 'more'"),
         (("config", "--hbm-blocks", "x"), "kvtier: error: flag --hbm-blocks: hbm_blocks: 'x' is not a whole number"),
         (("config", "--tier", "s3://b"), "kvtier: error: unknown tier scheme 's3'; installed: dram, "),
         (("config", "--tier", "dram://?capactiy=1"), "did you mean 'capacity'?"),
         (("config", "--tier", "redis://:hunter2"), "kvtier: error: flag --tier: tiers: redis://...: "),
-        (("config", "--config", "/nowhere"), "kvtier: error: /nowhere: cannot read the settings: No such file or directory"),
+        (
+            ("config", "--config", "/nowhere"),
+            "kvtier: error: /nowhere: cannot read the settings: No such file or directory",
+        ),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(
@@ -146,7 +154,9 @@ def test_ctrl_c_is_130_and_quiet(
     assert capsys.readouterr().err == ""
 
 
-def test_a_bug_is_not_dressed_up_as_the_users_fault(command: Callable[[Callable[[argparse.Namespace], int]], None]) -> None:
+def test_a_bug_is_not_dressed_up_as_the_users_fault(
+    command: Callable[[Callable[[argparse.Namespace], int]], None],
+) -> None:
     command(lambda args: int("bug"))
     with pytest.raises(ValueError, match="bug"):
         exit_of("probe")

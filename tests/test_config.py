@@ -61,7 +61,16 @@ def test_a_formatted_size_reads_back(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("24h", 86400), ("500ms", 0.5), ("2", 2), ("0.25", 0.25), ("1.5 s", 1.5), ("250us", 0.00025), ("3m", 180), ("7d", 604800)],
+    [
+        ("24h", 86400),
+        ("500ms", 0.5),
+        ("2", 2),
+        ("0.25", 0.25),
+        ("1.5 s", 1.5),
+        ("250us", 0.00025),
+        ("3m", 180),
+        ("7d", 604800),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
@@ -257,7 +266,10 @@ def test_what_belongs_to_the_tier_is_split_from_what_belongs_to_the_medium() -> 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis://:p@h?wirte=back", r"redis://:\*\*\*@h\?wirte=back: unknown parameter 'wirte'; did you mean 'write'\?"),
+        (
+            "redis://:p@h?wirte=back",
+            r"redis://:\*\*\*@h\?wirte=back: unknown parameter 'wirte'; did you mean 'write'\?",
+        ),
         ("redis://h?capactiy=1", r"did you mean 'capacity'\?"),
         ("redis://h?write=sometimes", "write: 'sometimes' is not one of through, selective, back"),
         ("redis://h?capacity=1&verify=sample", "verify: only dram may sample"),
@@ -281,7 +293,9 @@ def parsed(*flags: str) -> dict[str, object]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "kvtier.toml"
-    path.write_text('tiers = ["dram://?capacity=1GiB"]\n[engine]\nhbm_blocks = 11\nkv_dtype = "fp32"\n[server]\nport = 81\n')
+    path.write_text(
+        'tiers = ["dram://?capacity=1GiB"]\n[engine]\nhbm_blocks = 11\nkv_dtype = "fp32"\n[server]\nport = 81\n'
+    )
     return path
 
 
@@ -351,7 +365,10 @@ def test_a_toml_value_keeps_its_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"KVTIER_HBM_BLOKS": "1"}, r"environment: unknown setting 'KVTIER_HBM_BLOKS'; did you mean 'KVTIER_HBM_BLOCKS'\?"),
+        (
+            {"KVTIER_HBM_BLOKS": "1"},
+            r"environment: unknown setting 'KVTIER_HBM_BLOKS'; did you mean 'KVTIER_HBM_BLOCKS'\?",
+        ),
         ({"KVTIER_TIER": "dram://"}, "unknown setting 'KVTIER_TIER'; it is called 'KVTIER_TIERS' here"),
         ({"KVTIER_hbm_blocks": "1"}, r"did you mean 'KVTIER_HBM_BLOCKS'\?"),
         ({"KVTIER_HBM_BLOCKS": "x"}, "environment KVTIER_HBM_BLOCKS: hbm_blocks: 'x' is not a whole number"),
@@ -419,7 +436,9 @@ MEMINFO = {"proc/meminfo": "MemTotal:  16777216 kB\nMemAvailable:    8388608 kB\
 
 
 def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
-    found = available_memory(machine(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}))
+    found = available_memory(
+        machine(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
+    )
     assert (found.nbytes, found.where) == (8 << 30, "memory")
 
 

@@ -23,5 +23,7 @@ def test_all_is_the_namespace_and_sorted() -> None:
 @pytest.mark.parametrize("module", ["kvtier", "kvtier.config", "kvtier.metrics", "kvtier.registry", "kvtier.cli.main"])
 def test_importing_loads_neither_torch_nor_redis(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'redis', 'transformers', 'rich'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")

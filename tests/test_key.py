@@ -52,7 +52,12 @@ def packed(value: object) -> bytes:
     if value is None:
         return b"\xc0"
     if isinstance(value, int):
-        for limit, prefix, code in ((1 << 7, "", ">B"), (1 << 8, "cc", ">B"), (1 << 16, "cd", ">H"), (1 << 32, "ce", ">I")):
+        for limit, prefix, code in (
+            (1 << 7, "", ">B"),
+            (1 << 8, "cc", ">B"),
+            (1 << 16, "cd", ">H"),
+            (1 << 32, "ce", ">I"),
+        ):
             if 0 <= value < limit:
                 return bytes.fromhex(prefix) + struct.pack(code, value)
         raise ValueError(value)
@@ -68,7 +73,9 @@ def packed(value: object) -> bytes:
         return bytes([0x90 | len(value)]) + b"".join(map(packed, value))
     for limit, first, length in heads:
         if len(raw) < limit:
-            return (bytes([first | len(raw)]) if length is None else bytes([first]) + struct.pack(length, len(raw))) + raw
+            return (
+                bytes([first | len(raw)]) if length is None else bytes([first]) + struct.pack(length, len(raw))
+            ) + raw
     raise ValueError(value)
 
 
@@ -146,7 +153,8 @@ def cases() -> list[Case]:
         plain | {"name": "cleared once, and very often", "scope": scope | {"epoch": 1}},
         plain | {"name": "the last clear epoch", "scope": scope | {"epoch": 2**32 - 1}},
         plain | {"name": "an image over two blocks", "extras": {"1": [image], "2": [rest]}},
-        plain | {"name": "two extras in a block", "extras": {"0": [image, image | {"kind": "embedding", "position": 9}]}},
+        plain
+        | {"name": "two extras in a block", "extras": {"0": [image, image | {"kind": "embedding", "position": 9}]}},
         {
             "name": "everything set",
             "identity": every,
@@ -264,7 +272,9 @@ def assert_disjoint(*chains: list[BlockKey]) -> None:
 
 
 def with_group(**changes: Any) -> Identity:
-    return dataclasses.replace(IDENTITY, layout=Layout((dataclasses.replace(IDENTITY.layout.groups[0], **changes),), 16))
+    return dataclasses.replace(
+        IDENTITY, layout=Layout((dataclasses.replace(IDENTITY.layout.groups[0], **changes),), 16)
+    )
 
 
 def test_equal_prompts_share_and_a_longer_one_extends() -> None:
@@ -314,7 +324,8 @@ def test_images_that_differ_only_early_in_their_digest(agreeing: int) -> None:
     tail = bytes(range(agreeing // 8))
     one, other = (first * (32 - len(tail)) + tail for first in (b"\x01", b"\x02"))
     chains = [
-        keys_of(extras={1: [Extra("image", 4, digest)], 2: [Extra("image", 0, digest, offset=12)]}) for digest in (one, other)
+        keys_of(extras={1: [Extra("image", 4, digest)], 2: [Extra("image", 0, digest, offset=12)]})
+        for digest in (one, other)
     ]
     assert chains[0][0] == chains[1][0] == keys_of()[0], "what comes before the picture is shared"
     assert_disjoint(chains[0][1:], chains[1][1:], keys_of()[1:])
@@ -322,7 +333,9 @@ def test_images_that_differ_only_early_in_their_digest(agreeing: int) -> None:
 
 def test_an_extra_counts_with_its_kind_its_place_and_its_offset() -> None:
     picture = Extra("image", 4, b"d" * 32)
-    variants = [dataclasses.replace(picture, **change) for change in ({}, {"kind": "embedding"}, {"position": 5}, {"offset": 1})]
+    variants = [
+        dataclasses.replace(picture, **change) for change in ({}, {"kind": "embedding"}, {"position": 5}, {"offset": 1})
+    ]
     assert_disjoint(*(keys_of(extras={0: [extra]}) for extra in variants))
     assert keys_of(extras={0: []}) == keys_of(extras={}) == keys_of()
 
@@ -377,7 +390,8 @@ def test_shards_have_one_key_and_addresses_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tp_rank": 1}, {"tp_rank": -1}, {"tp_size": 0}, {"tp_size": 1 << 16}, {"pp_stage": -1}, {"group": 1 << 16}]
+    "wrong",
+    [{"tp_rank": 1}, {"tp_rank": -1}, {"tp_size": 0}, {"tp_size": 1 << 16}, {"pp_stage": -1}, {"group": 1 << 16}],
 )
 def test_impossible_shards_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"tp rank|uint16"):

@@ -29,7 +29,11 @@ def test_lookups_are_hits_and_misses_whatever_happens() -> None:
     assert metrics.value("kvtier_tier_hits_total", tier="dram") == 3
     assert metrics.value("kvtier_tier_misses_total", tier="dram", reason="never_stored") == 6
     assert metrics.value("kvtier_tier_misses_total", tier="dram", reason="evicted") == 1
-    assert metrics.value("kvtier_tier_lookups_total", tier="nvme") == metrics.value("kvtier_tier_hits_total", tier="nvme") == 5
+    assert (
+        metrics.value("kvtier_tier_lookups_total", tier="nvme")
+        == metrics.value("kvtier_tier_hits_total", tier="nvme")
+        == 5
+    )
 
 
 def test_what_moved_is_counted_in_blocks_bytes_and_time() -> None:
@@ -122,7 +126,9 @@ def test_nonsense_neither_raises_nor_counts(wrong: Wrong, caplog: pytest.LogCapt
 
 def samples(metrics: Metrics) -> dict[str, float]:
     families = text_string_to_metric_families(metrics.render().decode())
-    return {f"{s.name}{s.labels}": s.value for family in families for s in family.samples if not s.name.endswith("_created")}
+    return {
+        f"{s.name}{s.labels}": s.value for family in families for s in family.samples if not s.name.endswith("_created")
+    }
 
 
 def test_rendering_gives_zeros_before_anything_happened() -> None:

@@ -128,7 +128,9 @@ def test_ruff_refuses_the_bare_names_of_linked_packages(tmp_path: Path) -> None:
     require_installed(find_spec("ruff"), "pip install ruff")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "wrong.py").write_text("import connectors.bundled\nfrom storage_backends import dram\nimport pickle\n")
-    done = run("-m", "ruff", "check", "--select", "TID251", "--no-cache", "--output-format", "concise", ".", cwd=tmp_path)
+    done = run(
+        "-m", "ruff", "check", "--select", "TID251", "--no-cache", "--output-format", "concise", ".", cwd=tmp_path
+    )
     assert re.findall(r"wrong.py:(\d)", done.stdout) == ["1", "2", "3"]
 
 
@@ -137,10 +139,16 @@ def test_ruff_refuses_the_bare_names_of_linked_packages(tmp_path: Path) -> None:
     [
         ("kvtier/pool.py", "import kvtier.storage_backends.dram", "Arrows point one way"),
         ("connectors/planted.py", "import kvtier.cli.main", "Arrows point one way"),
-        ("kvtier/engine/planted.py", "import kvtier.store", "The engine meets the store through the connector contract"),
+        (
+            "kvtier/engine/planted.py",
+            "import kvtier.store",
+            "The engine meets the store through the connector contract",
+        ),
     ],
 )
-def test_an_import_against_the_arrows_breaks_its_contract(module: str, line: str, contract: str, tmp_path: Path) -> None:
+def test_an_import_against_the_arrows_breaks_its_contract(
+    module: str, line: str, contract: str, tmp_path: Path
+) -> None:
     require_installed(find_spec("importlinter"), "pip install import-linter")
     checkout = copy_of_checkout(tmp_path)
     with (checkout / module).open("a") as file:
@@ -153,7 +161,9 @@ def test_an_import_against_the_arrows_breaks_its_contract(module: str, line: str
 
 def test_every_dependency_has_a_pin() -> None:
     name = re.compile(r'^"?([A-Za-z0-9_.-]+)', re.ASCII)
-    listed = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")}
+    listed = {
+        line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+    }
     text = (ROOT / "pyproject.toml").read_text()
     blocks = re.findall(r"^(?:dependencies|engine|demo|test|lint) = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
     wanted = {

@@ -71,7 +71,9 @@ def test_nothing_is_imported_before_it_is_asked_for(site: Path) -> None:
 
 def test_a_wrong_parameter_of_a_plug_in_is_refused(site: Path) -> None:
     install(site, "kvtier_strict", THIRD_PARTY, "strict = kvtier_strict:ShelfMedium")
-    with pytest.raises(ConfigError, match=r"strict://\?capcity=1: unknown parameter 'capcity'; did you mean 'capacity'"):
+    with pytest.raises(
+        ConfigError, match=r"strict://\?capcity=1: unknown parameter 'capcity'; did you mean 'capacity'"
+    ):
         plan_tier(TierUrl.parse("strict://?capcity=1"))
 
 
@@ -88,7 +90,9 @@ def test_a_plug_in_that_fails_to_import_stops_start_up_with_its_error(site: Path
     name = f"kvtier_broken_{len(source)}"
     install(site, name, source, f"broken = {name}:Medium")
     wanted = "no_such_module_at_all" if source else "has no attribute 'Medium'"
-    with pytest.raises(ConfigError, match=rf"'broken' \({name}:Medium of {name} 1.5\) cannot be loaded: .*{wanted}") as refused:
+    with pytest.raises(
+        ConfigError, match=rf"'broken' \({name}:Medium of {name} 1.5\) cannot be loaded: .*{wanted}"
+    ) as refused:
         plan_tier(TierUrl.parse("broken://"))
     assert refused.value.__cause__ is not None
 

@@ -6,7 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from kvtier.errors import ConfigError
+
+try:
+    import torch
+except ImportError as error:
+    raise ConfigError("the engine needs torch and more; run: pip install 'kvtier[engine]'") from error
 
 from kvtier.abc.connector import KVConnector
 from kvtier.config import EngineSettings, Settings
@@ -17,7 +22,6 @@ from kvtier.engine.exactness import settle
 from kvtier.engine.model import TORCH_DTYPES, LlamaModel
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ConfigError
 from kvtier.key import Identity
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy

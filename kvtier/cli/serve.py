@@ -39,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
     settings = resolve(vars(args)).settings
     start_logging(settings.log_level)
     stop = _Stop()
+    if settings.server.uds is None and settings.server.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning(
+            "%s is not loopback: whoever reaches it can use this server without a password", settings.server.host
+        )
     with closing(_bound(settings.server)) as sock:
         from kvtier.cli.assemble import assemble
 

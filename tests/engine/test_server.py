@@ -386,6 +386,21 @@ def test_serve_on_a_unix_socket_until_sigterm(tmp_path: Path) -> None:
         process.communicate()
 
 
+def test_without_torch_the_command_says_what_to_install() -> None:
+    script = "import sys; sys.modules['torch'] = None; from kvtier.cli.main import main; sys.exit(main(['serve', '--port=0']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "kvtier: error: the engine needs torch and more; run: pip install 'kvtier[engine]'\n"
+
+
+def test_an_address_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "kvtier", "serve", "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvtier: error: cannot listen on 127.0.0.1:") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.model
 def test_generate_answers_and_says_where_its_tokens_came_from(tmp_path: Path) -> None:
     """Two processes, one NVMe directory: the second loads what the first has computed."""

@@ -92,8 +92,6 @@ class LoadFormat(enum.Enum):
     """Where the weights come from."""
 
     AUTO = "auto"
-    SAFETENSORS = "safetensors"
-    GGUF = "gguf"
     DUMMY = "dummy"
 
 
@@ -209,7 +207,6 @@ class StoreSettings:
 
     deadline: Seconds = _setting(Seconds(2.0), "longest wait of a request for blocks on their way from a lower tier")
     transfer_threads: int = _setting(4, "threads that move blocks between tiers", at_least=1)
-    gate: bool = _setting(default=False, help_text="load only where that is estimated to be faster than computing")
     drain: Seconds = _setting(Seconds(20.0), "longest wait at shutdown for blocks that a lower tier still lacks")
 
 

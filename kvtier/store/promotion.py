@@ -383,9 +383,9 @@ class Promoter:
         self._arena.pool.touch([slot for slot in places if slot is not None], now)
         for tier in self._tiers:
             if tier.usable:
-                tier.touch(addresses, now)
-                if tier.probes:
-                    tier.workers.submit(Urgency.SAVE, partial(tier.refresh, addresses))
+                due = tier.touch(addresses, now)
+                if due:
+                    tier.workers.submit(Urgency.SAVE, partial(tier.refresh, due))
         if any(tier.write is WriteMode.SELECTIVE for tier in self._tiers):
             for address, slot in zip(addresses, places, strict=True):
                 if slot is not None:

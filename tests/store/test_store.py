@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvtier.abc.store import Found, Reason, SlotRange
 from kvtier.config import WriteMode
 from kvtier.cost import LoadCost, StaticGate
+from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
 
 from .builders import chain, make_bench, span
@@ -326,3 +328,24 @@ def test_gauges_say_what_is_held_now(tmp_path: Path) -> None:
     bench.idle()
     assert [bench.metrics.value(name, tier="dram") for name in held] == [0.0, 0.0]
     assert bench.metrics.value("kvtier_tier_queue_depth", tier="nvme", kind="load") == 0.0
+
+
+def test_a_hit_pushes_back_the_expiry_of_its_whole_prefix_but_not_at_every_hit() -> None:
+    class Counting(MemoryMedium):
+        touched: list[int] = []  # noqa: RUF012 - of this one medium
+
+        def touch(self, names: Sequence[Address]) -> None:
+            self.touched.append(len(names))
+
+    shared = Counting()
+    bench = make_bench(shared=shared)
+    keys = chain(1, 4)
+    bench.save(keys)
+    bench.match(keys, "a", start=3).release()
+    bench.match(keys, "b").release()
+    bench.turn()
+    assert shared.touched == [4], "what the engine itself has counts as used; a minute has not passed"
+    bench.clock[0] += 61
+    bench.match(keys, "c").release()
+    bench.turn()
+    assert shared.touched == [4, 4]

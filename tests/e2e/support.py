@@ -253,8 +253,9 @@ class Server:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
+        with self.process.stderr as lines:
+            for line in lines:
+                self.lines.append(line.rstrip())
 
     def _ready(self) -> bool:
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}: {self.log}"

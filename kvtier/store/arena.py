@@ -86,6 +86,11 @@ class Arena:
             count = max(self.pool.free, count // 2) if count > self.pool.free + 1 else self.pool.free
         return [], []
 
+    def has_room(self, count: int, now: float) -> bool:
+        """Whether ``take`` would give ``count`` slots."""
+        short = count - self.pool.free
+        return short <= 0 or self.pool.victims(short, now, self.owing) is not None
+
     def show(self, slot: Slot, address: Address, header: FrameHeader, now: float) -> bool:
         """Commit a WRITING slot; False where the block is there already."""
         if not self.pool.commit(slot, address, entry_meta(header), now):

@@ -349,3 +349,20 @@ def test_a_hit_pushes_back_the_expiry_of_its_whole_prefix_but_not_at_every_hit()
     bench.match(keys, "c").release()
     bench.turn()
     assert shared.touched == [4, 4]
+
+
+def test_clean_blocks_above_owed_ones_are_no_reserve(tmp_path: Path) -> None:
+    """Chats whose first turns are written down and whose last ones are not: nothing could go, and saves were dropped."""
+    bench = make_bench(dram=16, nvme=tmp_path / "n", nvme_write=WriteMode.BACK)
+    for number in (1, 2):
+        bench.save(chain(number, 7))
+    for _ in range(10):
+        bench.store.drain(0.0)
+        bench.turn()
+    assert bench.arena.owing_count == 0
+    for number in (1, 2):
+        bench.save(chain(number, 8))
+    assert bench.arena.pool.free == 0
+    outcomes = bench.save(chain(3, 4)).result(0)
+    assert [outcome.done for outcome in outcomes] == [True] * 4
+    bench.idle()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import attrgetter
 
 from kvtier.abc.medium import Outcome, Status
@@ -161,10 +161,23 @@ class Promoter:
         return next(iter(self._line), match.request_id) == match.request_id
 
     def _expire(self, match: TieredMatch) -> None:
+        if not match.awaited and not match.slots:
+            self._take_resident(match)
         self._miss_pending(match)
         match.awaited = 0
         match.probing = False
         self._settle(match)
+
+    def _take_resident(self, match: TieredMatch) -> None:
+        """What DRAM has is given to a match that has waited in vain, for room or for an answer."""
+        places = self._arena.pool.places(match.addresses[match.start :])
+        known = list(takewhile(lambda slot: slot is not None, places))[: max(0, self._half - self.reserved)]
+        steps, _ = self._gated(Walk([IN_DRAM] * len(known), known, None))
+        match.slots = {index: slot for index, slot in enumerate(known[: len(steps)]) if slot is not None}
+        match.found[: len(steps)] = [self._hit[DRAM]] * len(steps)
+        match.reserved = len(steps)
+        self.reserved += len(steps)
+        self._arena.pool.acquire(list(match.slots.values()))
 
     def _miss_pending(self, match: TieredMatch) -> None:
         for index, block in enumerate(match.found):
@@ -223,18 +236,23 @@ class Promoter:
             match.probing = False
 
     def _reserve(self, match: TieredMatch, walk: Walk) -> None:
-        """Take every slot that the match will load from or read into, or let it wait for its turn."""
+        """Take every slot that the match will load from or read into, or let it wait: for its turn, or for a demotion."""
         steps, end = self._gated(walk)
         if steps and (len(steps) > self._half - self.reserved or not self._is_first(match)):
             if self.reserved or not self._is_first(match):
                 self._line[match.request_id] = match
                 return
             steps, end = steps[: self._half], missed(Reason.NO_ROOM)
-        self._line.pop(match.request_id, None)
         now = self._clock()
         held = {index: slot for index, slot in enumerate(walk.resident[: len(steps)]) if slot is not None}
         self._arena.pool.acquire(list(held.values()))
         wanted = [index for index, step in enumerate(steps) if step.tier is not None]
+        if self._arena.owing_count and not self._arena.has_room(len(wanted), now):
+            self._arena.pool.release(list(held.values()), now)
+            self._demoter.keep_reserve(self.reserved + len(wanted))
+            self._line[match.request_id] = match
+            return
+        self._line.pop(match.request_id, None)
         slots, gone = self._arena.take(len(wanted), now)
         self.note_gone(gone)
         if len(slots) < len(wanted):

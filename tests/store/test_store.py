@@ -13,7 +13,7 @@ from kvtier.cost import LoadCost, StaticGate
 from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
 
-from .builders import chain, make_bench, span
+from .builders import Bench, chain, make_bench, span
 
 
 def test_saved_blocks_come_back_from_dram() -> None:
@@ -365,4 +365,45 @@ def test_clean_blocks_above_owed_ones_are_no_reserve(tmp_path: Path) -> None:
     assert bench.arena.pool.free == 0
     outcomes = bench.save(chain(3, 4)).result(0)
     assert [outcome.done for outcome in outcomes] == [True] * 4
+    bench.idle()
+
+
+def full_of_owed_blocks(tmp_path: Path) -> Bench:
+    """Six blocks of chain 1 in NVMe alone, and DRAM full of blocks that NVMe lacks and has been offered."""
+    bench = make_bench(dram=16, nvme=tmp_path / "n", nvme_write=WriteMode.BACK)
+    bench.save(chain(1, 6))
+    for _ in range(10):
+        bench.store.drain(0.0)
+        bench.turn()
+    bench.empty_dram()
+    for number in range(2, 6):
+        bench.store.save(chain(number, 4), SlotRange(bench.memory, range(4)))
+        bench.workers[0].run_one()
+    assert bench.arena.pool.free == 0 and bench.arena.owing_count == 16
+    return bench
+
+
+def test_a_promotion_waits_for_room_that_a_demotion_makes(tmp_path: Path) -> None:
+    bench = full_of_owed_blocks(tmp_path)
+    match = bench.store.match("r", chain(1, 6))
+    assert match.pending, "what is owed will be clean in a moment"
+    bench.turn()
+    match = bench.store.match("r", chain(1, 6))
+    assert bench.turn() > 0, "now it is read"
+    assert match.hits == 6
+    match.release()
+    bench.idle()
+
+
+def test_who_waited_in_vain_still_gets_what_dram_has(tmp_path: Path) -> None:
+    bench = full_of_owed_blocks(tmp_path)
+    first = bench.store.match("first", chain(1, 6))
+    second = bench.store.match("second", chain(2, 4))
+    assert first.pending and second.pending
+    bench.clock[0] += 10
+    assert not first.pending and first.hits == 0
+    assert not second.pending and second.hits == 4
+    first.release()
+    second.release()
+    bench.turn()
     bench.idle()

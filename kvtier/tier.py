@@ -32,6 +32,7 @@ from kvtier.transfer.workers import Workers
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound="tuple[Sequence[object], Sequence[object]]")
 
 REVIVE_SECONDS = 1.0
 """How often a degraded tier is tried."""
@@ -44,6 +45,13 @@ MOST_KNOWN = 1 << 18
 def _trim(oldest_first: OrderedDict[Address, T], most: int) -> None:
     while len(oldest_first) > most:
         oldest_first.popitem(last=False)
+
+
+def _whole(answer: Answer, count: int) -> Answer:
+    """An answer with an entry per item: a medium that gives more or fewer has said nothing of any."""
+    if any(len(part) != count for part in answer):
+        raise MediumError(f"the medium answered for {len(answer[0])} of {count} blocks")
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,7 @@ class LowerTier(ABC):
 
     def probe(self, addresses: Sequence[Address]) -> int:
         """Length of the present prefix; 0 where the tier fails."""
-        return self._guarded("probe", lambda: self._probe(addresses), 0)
+        return max(0, min(self._guarded("probe", lambda: int(self._probe(addresses)), 0), len(addresses)))
 
     def fetch(
         self, addresses: Sequence[Address], views: Sequence[memoryview], asked: Sequence[Asked]
@@ -116,7 +124,9 @@ class LowerTier(ABC):
         """Read blocks into DRAM views and prove them. Whatever did not prove or read is no longer held."""
         start = time.perf_counter()
         nothing: tuple[list[Outcome], list[FrameHeader | None]] = ([], [])
-        outcomes, headers = self._guarded("read", lambda: self._fetch(addresses, views, asked), nothing)
+        outcomes, headers = self._guarded(
+            "read", lambda: _whole(self._fetch(addresses, views, asked), len(addresses)), nothing
+        )
         if not outcomes:
             outcomes = [Outcome(Status.FAILED, 0, self.degraded or "read failed")] * len(addresses)
             headers = [None] * len(addresses)
@@ -136,14 +146,14 @@ class LowerTier(ABC):
             _log.warning("%s: %d blocks could not be read and are recomputed: %s", self.name, len(failed), first.detail)
         lost = [a for a, outcome in zip(addresses, outcomes, strict=True) if not outcome.done]
         if lost and self.usable:
-            self._lost(lost)
+            self._guarded("delete", lambda: self._lost(lost, corrupt), None)
         return outcomes, headers
 
     def put(self, parcels: Sequence[Parcel]) -> list[Outcome]:
         """Write blocks. DONE means that the block would be found after a restart of this process."""
         start = time.perf_counter()
         nothing: list[Outcome] = []
-        outcomes = self._guarded("write", lambda: self._put(parcels), nothing)
+        outcomes = self._guarded("write", lambda: _whole((self._put(parcels), parcels), len(parcels))[0], nothing)
         if not outcomes:
             outcomes = [Outcome(Status.FAILED, 0, self.degraded or "write failed")] * len(parcels)
         done = sum(outcome.done for outcome in outcomes)
@@ -177,9 +187,10 @@ class LowerTier(ABC):
         self._tried = time.monotonic()
         try:
             self._ping()
-        except MediumError as still:
-            self.degraded = str(still)
+        except Exception as still:  # noqa: BLE001 - as in ``_guarded``
+            self.degraded = str(still) or type(still).__name__
             return
+        self._returned()
         self.degraded = None
         self.metrics.set_degraded(False)
         _log.warning("%s: back in use", self.name)
@@ -191,6 +202,9 @@ class LowerTier(ABC):
             _log.warning("%s: degraded, its blocks are misses until it is back: %s", self.name, why)
         self.degraded = why
         self.metrics.set_degraded(True)
+
+    def _returned(self) -> None:  # noqa: B027 - most tiers know as much as before
+        """The medium answers again, perhaps without what it had."""
 
     @abstractmethod
     def empty(self) -> int:
@@ -245,7 +259,8 @@ class LowerTier(ABC):
     def _refresh(self, addresses: Sequence[Address]) -> None: ...
 
     @abstractmethod
-    def _lost(self, addresses: Sequence[Address]) -> None: ...
+    def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
+        """Stop serving blocks that did not come; ``corrupt`` are those of them whose bytes came and did not prove."""
 
     @abstractmethod
     def _ping(self) -> None: ...
@@ -274,7 +289,8 @@ class SlotTier(LowerTier):
         self._slots = medium
         self.pool = BlockPool(medium.slots, policy)
         self._used: dict[Slot, float] = {}
-        self._hidden: dict[Address, Slot] = {}
+        self._leaving: list[Slot] = []
+        """Out of the index, and free as soon as the journal has deleted their rows."""
         self._quarantined: list[Slot] = []
         self._most_quarantined = max(1, medium.slots // 100)
         self._recover()
@@ -294,11 +310,14 @@ class SlotTier(LowerTier):
         return self.pool.slot(address) is not None
 
     def forget(self, addresses: Sequence[Address]) -> None:
-        for address in addresses:
-            slot = self.pool.slot(address)
-            if slot is not None:
-                self.pool.retire(slot, evicted=False)
-                self._hidden[address] = slot
+        self._leaving += self._retired(addresses)
+
+    def _retired(self, addresses: Sequence[Address]) -> list[Slot]:
+        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        for slot in slots:
+            self.pool.retire(slot, evicted=False)
+            self._used.pop(slot, None)
+        return slots
 
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         slots = [slot for slot in self.pool.places(addresses) if slot is not None]
@@ -307,7 +326,11 @@ class SlotTier(LowerTier):
         return ()  # recency is written down now and then, for all
 
     def check(self) -> list[str]:
-        return self.pool.check()
+        found = self.pool.check()
+        kept = len(self._leaving) + len(self._quarantined)
+        if self.workers.idle and self.pool.retiring != kept:
+            found.append(f"{self.pool.retiring} slots are retiring, {kept} have a reason to")
+        return found
 
     def empty(self) -> int:
         with self._lock:
@@ -399,35 +422,44 @@ class SlotTier(LowerTier):
             for slot in victims:
                 self.pool.retire(slot, evicted=True)
                 self._used.pop(slot, None)
+            self._leaving += victims
+            leaving = bool(self._leaving)
         if victims:
-            try:
-                self._slots.journal.commit([], victims)
-            finally:
-                with self._lock:
-                    self.pool.release(victims, 0.0)
             self.metrics.evicted(Reason.EVICTED, len(victims))
+        if leaving:
+            self._let_go()
         with self._lock:
             got = self.pool.allocate(min(count, self.pool.free), 0.0, evict=False)
             return got.slots if got is not None else []
 
     def _delete(self, addresses: Sequence[Address]) -> None:
-        with self._lock:
-            slots = [self._hidden.pop(address) for address in addresses if address in self._hidden]
-        try:
-            self._slots.journal.commit([], slots)
-        finally:
-            with self._lock:
-                self.pool.release(slots, 0.0)
+        del addresses  # whatever ``forget`` has taken out of the index goes
+        self._let_go()
 
-    def _lost(self, addresses: Sequence[Address]) -> None:
-        """Stop serving blocks that did not prove; their slots stay out of use while that is affordable."""
+    def _let_go(self) -> None:
+        """Free what has left the index, once its rows are deleted; what cannot be deleted now is tried again."""
         with self._lock:
-            self.forget(addresses)
-            slots = [self._hidden.pop(address) for address in addresses if address in self._hidden]
+            leaving, self._leaving = self._leaving, []
+        try:
+            self._slots.journal.commit([], leaving)
+        except BaseException:
+            with self._lock:
+                self._leaving += leaving
+            raise
+        with self._lock:
+            self.pool.release(leaving, 0.0)
+
+    def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
+        """The slots of what did not prove or read stay out of use while that is affordable."""
+        del corrupt
+        with self._lock:
+            slots = self._retired(addresses)
         try:
             self._slots.journal.commit([], slots)
-        except MediumError as failed:
-            self.degrade(str(failed))
+        except BaseException:
+            with self._lock:
+                self._leaving += slots
+            raise
         with self._lock:
             self._quarantined += slots
             freed, self._quarantined = (
@@ -439,11 +471,14 @@ class SlotTier(LowerTier):
     def _refresh(self, addresses: Sequence[Address]) -> None:
         with self._lock:
             used, self._used = self._used, {}
+            leaving = bool(self._leaving)
         if used:
             self._slots.journal.touch(used.items())
+        if leaving:
+            self._let_go()
 
     def _ping(self) -> None:
-        self._slots.journal.commit([], [])
+        self._let_go()
 
     def _remember(self, identity: bytes, text: str) -> None:
         self._slots.remember("identity", identity, text)
@@ -493,6 +528,11 @@ class KeyTier(LowerTier):
         self.delete(entries)
         return len(entries)
 
+    def _returned(self) -> None:
+        with self._lock:
+            self._known.clear()
+            self._refreshed.clear()
+
     def _note(self, addresses: Sequence[Address]) -> None:
         with self._lock:
             self._known.update(dict.fromkeys(addresses))
@@ -502,7 +542,7 @@ class KeyTier(LowerTier):
         present = self._names.probe(addresses)
         self._note(addresses[:present])
         with self._lock:
-            self.forget(addresses[present : present + 1])
+            self.forget(addresses[present:])  # what follows the first gap may be gone as well: it is written again
         return present
 
     def _fetch(
@@ -521,10 +561,11 @@ class KeyTier(LowerTier):
     def _delete(self, addresses: Sequence[Address]) -> None:
         self._names.delete(addresses)
 
-    def _lost(self, addresses: Sequence[Address]) -> None:
+    def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
         with self._lock:
             self.forget(addresses)
-        self.delete(addresses)
+        if corrupt:  # what only could not be read now may be good, for us later and for others at once
+            self._delete(corrupt)
 
     def _refresh(self, addresses: Sequence[Address]) -> None:
         self._names.touch(addresses)

@@ -23,6 +23,7 @@ from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
 from kvtier.store.store import TieredStore
+from kvtier.testing.faults import Fault, wrapped
 from kvtier.tier import KeyTier, LowerTier, SlotTier
 from kvtier.transfer.workers import Workers
 
@@ -93,10 +94,14 @@ class Bench:
             count += 1
         return count
 
-    def save(self, keys: Span) -> Transfer:
+    def source(self, keys: Span) -> SlotRange:
+        """The engine's memory with the blocks of ``keys`` in it."""
         for index in range(len(keys)):
             self.memory.bytes[index] = content(keys, index)
-        transfer = self.store.save(keys, SlotRange(self.memory, range(len(keys))))
+        return SlotRange(self.memory, range(len(keys)))
+
+    def save(self, keys: Span) -> Transfer:
+        transfer = self.store.save(keys, self.source(keys))
         self.turn()
         return transfer
 
@@ -150,6 +155,7 @@ def make_bench(
     verify: Verify = Verify.ALWAYS,
     gate: Gate | None = None,
     nvme_capacity: int = 4 << 20,
+    nvme_fault: Fault | None = None,
 ) -> Bench:
     """A store whose transfers are turned by hand, with a clock that stands still until it is moved."""
     lock = threading.Lock()
@@ -160,6 +166,7 @@ def make_bench(
     tiers: list[LowerTier] = []
     if nvme is not None:
         slots = NvmeMedium(nvme, GEOMETRY.block_bytes, NvmeMedium.Params(capacity=Bytes(nvme_capacity)))
+        slots = slots if nvme_fault is None else wrapped(slots, nvme_fault)
         workers.append(Workers("nvme", 0))
         options = TierOptions(nvme_write)
         policy = LruPolicy(slots.slots)

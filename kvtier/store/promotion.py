@@ -35,6 +35,8 @@ from kvtier.transfer.workers import Urgency
 
 BATCH_BYTES = 16 << 20
 """Bytes of one read from a lower tier: large enough for bandwidth, small enough that the first arrive early."""
+LINE_SECONDS = 20.0
+"""Longest wait behind other requests' leases: whoever computed instead would come after them all the same."""
 DRAM = "dram"
 
 
@@ -240,6 +242,8 @@ class Promoter:
         steps, end = self._gated(walk)
         if steps and (len(steps) > self._half - self.reserved or not self._is_first(match)):
             if self.reserved or not self._is_first(match):
+                if match.request_id not in self._line:
+                    match.deadline = max(match.deadline, self._clock() + LINE_SECONDS)
                 self._line[match.request_id] = match
                 return
             steps, end = steps[: self._half], missed(Reason.NO_ROOM)
@@ -252,7 +256,8 @@ class Promoter:
             self._demoter.keep_reserve(self.reserved + len(wanted))
             self._line[match.request_id] = match
             return
-        self._line.pop(match.request_id, None)
+        if self._line.pop(match.request_id, None) is not None:
+            match.deadline = now + self._deadline
         slots, gone = self._arena.take(len(wanted), now)
         self.note_gone(gone)
         if len(slots) < len(wanted):

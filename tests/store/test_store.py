@@ -402,8 +402,29 @@ def test_who_waited_in_vain_still_gets_what_dram_has(tmp_path: Path) -> None:
     assert first.pending and second.pending
     bench.clock[0] += 10
     assert not first.pending and first.hits == 0
-    assert not second.pending and second.hits == 4
+    assert not second.pending and second.hits == 4, "its turn has come"
     first.release()
     second.release()
     bench.turn()
+    bench.idle()
+
+
+def test_the_wait_behind_other_requests_is_not_the_wait_for_blocks(tmp_path: Path) -> None:
+    """Leases of requests that wait for HBM outlast the deadline: those behind them would be computed for nothing."""
+    bench = make_bench(dram=16, nvme=tmp_path / "n")
+    bench.save(chain(1, 8))
+    bench.save(chain(2, 8))
+    first, second = (bench.store.match(str(number), chain(number, 8)) for number in (1, 2))
+    assert first.hits == 8 and second.pending
+    bench.clock[0] += 10
+    bench.store.keep()
+    assert second.pending
+    first.release()
+    assert not second.pending and second.hits == 8
+    third = bench.store.match("3", chain(1, 8))
+    assert third.pending
+    bench.clock[0] += 30
+    assert not third.pending, "no wait is for ever"
+    second.release()
+    third.release()
     bench.idle()

@@ -36,6 +36,7 @@ class Outbox:
         self._waiting: deque[Slot] = deque()
         self.writing: list[Slot] = []
         self._held: set[Slot] = set()
+        self._sending: set[Address] = set()
         self._cancelled: set[Address] = set()
         self._most = max(1, arena.pool.capacity // 2)
         self._batch = max(1, min(BATCH_BYTES // max(1, arena.medium.slot_bytes), self._most))
@@ -62,15 +63,17 @@ class Outbox:
 
     def cancel(self, addresses: Sequence[Address]) -> None:
         """Blocks were dropped: what of them is being written is deleted again. Under the lock."""
-        being_written = {self._arena.pool.entry(slot) for slot in self.writing}
-        self._cancelled.update(address for address in addresses if address in being_written)
+        self._cancelled.update(self._sending.intersection(addresses))
 
     def _start(self) -> None:
         if self._waiting and not self.writing:
             self.writing = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
             if not self.tier.workers.submit(Urgency.SAVE, self._write):
-                waiting, self.writing = self.writing, []
-                self._end(waiting, [False] * len(waiting))
+                declined = [*self.writing, *self._waiting]
+                self.writing = []
+                self._waiting.clear()
+                self._end(declined, [False] * len(declined))
+                self.tier.metrics.save_dropped(Reason.SAVE_DROPPED, len(declined))
 
     def _write(self) -> None:
         """On a transfer thread, without the lock."""
@@ -78,10 +81,12 @@ class Outbox:
             slots = self.writing
             parcels = [self._parcel(slot) for slot in slots if self._arena.pool.entry(slot) is not None]
             live = [slot for slot in slots if self._arena.pool.entry(slot) is not None]
+            self._sending = {parcel.address for parcel in parcels}
         outcomes = self.tier.put(parcels)
         with self._lock:
             done = {slot: outcome.done for slot, outcome in zip(live, outcomes, strict=True)}
             undone = [parcel.address for parcel in parcels if parcel.address in self._cancelled]
+            self._sending = set()
             self._cancelled.clear()
             self.tier.forget(undone)
             self.writing = []

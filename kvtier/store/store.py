@@ -45,6 +45,17 @@ MOST_SAVES = 256
 """Saves that may wait for a thread; one more is dropped."""
 
 
+CLOSED = "the store is closed"
+
+
+def _said(verb: str, error: Exception) -> str:
+    """What went wrong, in words; what no medium is meant to raise is logged as well."""
+    if isinstance(error, MediumError):
+        return str(error)
+    _log.error("a %s failed", verb, exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
 def _failed(count: int, why: str) -> list[Outcome]:
     return [Outcome(Status.FAILED, 0, why)] * count
 
@@ -145,9 +156,14 @@ class TieredStore(Store):
             ]
         beyond = _failed(len(into.slots) - count, "the match no longer holds this block")
 
+        def begun() -> bool:
+            if future.set_running_or_notify_cancel():
+                return True
+            self._loaded(id(future), slots, _failed(count, "taken back"), 0.0)
+            return False
+
         def load() -> None:
-            if not future.set_running_or_notify_cancel():
-                self._loaded(id(future), slots, _failed(count, "taken back"), 0.0)
+            if not begun():
                 return
             start = time.perf_counter()
             try:
@@ -156,8 +172,8 @@ class TieredStore(Store):
                 outcomes = load_blocks(
                     self._arena.medium, slots, sums, into.medium, into.slots[:count], workers=self._copier
                 )
-            except MediumError as failed:
-                outcomes = _failed(count, str(failed))
+            except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
+                outcomes = _failed(count, _said("load", failed))
             end = time.perf_counter()
             self._loaded(id(future), slots, outcomes, end - start)
             done = sum(outcome.done for outcome in outcomes)
@@ -166,9 +182,13 @@ class TieredStore(Store):
                 self._history.time(match.request_id, timing)
             future.set_result([*outcomes, *beyond])
 
-        if not self._workers.submit(Urgency.LOAD, load):
-            self._loaded(id(future), slots, _failed(count, "the store is closed"), 0.0)
-            future.set_result(_failed(len(into.slots), "the store is closed"))
+        def closed() -> None:
+            if begun():
+                self._loaded(id(future), slots, _failed(count, CLOSED), 0.0)
+                future.set_result(_failed(len(into.slots), CLOSED))
+
+        if not self._workers.submit(Urgency.LOAD, load, closed):
+            closed()
         return future
 
     def _held_slots(self, match: TieredMatch, most: int) -> list[Slot]:
@@ -199,6 +219,41 @@ class TieredStore(Store):
         future: Transfer = Future()
         addresses = self.geometry.addresses(span)
         outcomes = [Outcome(Status.DONE)] * len(addresses)
+        taken, slots, left = self._places_to_save(addresses)
+        for index in left:
+            outcomes[index] = Outcome(Status.FAILED, 0, "no free or clean slot in DRAM")
+
+        def end(saved: Sequence[Outcome], sums: Sequence[bytes]) -> None:
+            for index, outcome in zip(taken, saved, strict=True):
+                outcomes[index] = outcome
+            headers = self._headers(span, taken, saved, sums)
+            self._saved([addresses[i] for i in taken], slots, headers)
+
+        def begun() -> bool:
+            if future.set_running_or_notify_cancel():
+                return True
+            end(_failed(len(taken), "taken back"), [])
+            return False
+
+        def save() -> None:
+            if begun():  # else nothing may be read from the source, which holds something else by now
+                end(*self._copied(SlotRange(source.medium, [source.slots[i] for i in taken]), slots, after))
+                future.set_result(outcomes)
+
+        def unsaved(why: str) -> None:
+            if begun():
+                self._dram.save_dropped(Reason.SAVE_DROPPED, len(taken))
+                end(_failed(len(taken), why), [])
+                future.set_result(outcomes)
+
+        if not taken:
+            future.set_result(outcomes)
+        elif not self._workers.submit(Urgency.SAVE, save, partial(unsaved, CLOSED)):
+            unsaved(CLOSED if self._closed.is_set() else "the queue of saves is full")
+        return future
+
+    def _places_to_save(self, addresses: Sequence[Address]) -> tuple[list[int], list[Slot], list[int]]:
+        """Which blocks are to be copied, into which slots, and which find no room."""
         with self._lock:
             there = self._arena.pool.places(addresses)
             new = [i for i, a in enumerate(addresses) if there[i] is None and a not in self._saving]
@@ -207,39 +262,25 @@ class TieredStore(Store):
             taken, left = new[: len(slots)], new[len(slots) :]
             self._saving.update((addresses[i], slot) for i, slot in zip(taken, slots, strict=True))
             self._history.went((addresses[i] for i in left), Reason.SAVE_DROPPED)
-        for index in left:
-            outcomes[index] = Outcome(Status.FAILED, 0, "no free or clean slot in DRAM")
         if left:
             self._dram.save_dropped(Reason.NO_ROOM, len(left))
+        return taken, slots, left
 
-        def end(saved: Sequence[Outcome], sums: Sequence[bytes]) -> None:
-            for index, outcome in zip(taken, saved, strict=True):
-                outcomes[index] = outcome
-            headers = self._headers(span, taken, saved, sums)
-            self._saved([addresses[i] for i in taken], slots, headers)
-            future.set_result(outcomes)
-
-        def save() -> None:
-            start = time.perf_counter()
-            sums: list[bytes] = []
-            try:
-                if after is not None:
-                    after.wait()
-                sources = [source.slots[i] for i in taken]
-                saved, sums = save_blocks(source.medium, sources, self._arena.medium, slots, workers=self._copier)
-            except MediumError as failed:
-                saved = _failed(len(taken), str(failed))
-            done = sum(outcome.done for outcome in saved)
-            if done:
-                self._dram.written(done, done * self.geometry.block_bytes, time.perf_counter() - start)
-            end(saved, sums)
-
-        if not taken:
-            future.set_result(outcomes)
-        elif not self._workers.submit(Urgency.SAVE, save):
-            self._dram.save_dropped(Reason.SAVE_DROPPED, len(taken))
-            end(_failed(len(taken), "the queue of saves is full"), [])
-        return future
+    def _copied(
+        self, source: SlotRange, slots: Sequence[Slot], after: Fence | None
+    ) -> tuple[list[Outcome], list[bytes]]:
+        """Copy blocks into DRAM slots: per block its outcome and its content sum."""
+        start = time.perf_counter()
+        try:
+            if after is not None:
+                after.wait()
+            saved, sums = save_blocks(source.medium, source.slots, self._arena.medium, slots, workers=self._copier)
+        except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
+            return _failed(len(slots), _said("save", failed)), []
+        done = sum(outcome.done for outcome in saved)
+        if done:
+            self._dram.written(done, done * self.geometry.block_bytes, time.perf_counter() - start)
+        return saved, sums
 
     def _headers(
         self, span: Span, taken: Sequence[int], saved: Sequence[Outcome], sums: Sequence[bytes]
@@ -269,7 +310,9 @@ class TieredStore(Store):
             now = self._clock()
             shown: list[tuple[Slot, Address]] = []
             for address, slot, header in reversed(list(zip(addresses, slots, headers, strict=True))):
-                wanted = self._saving.pop(address, None) == slot  # False: dropped meanwhile
+                wanted = self._saving.get(address) == slot  # False: dropped meanwhile, and perhaps being saved again
+                if wanted:
+                    del self._saving[address]
                 if header is None or not wanted:
                     self._history.went([address], Reason.SAVE_DROPPED)
                 elif self._arena.show(slot, address, header, now):

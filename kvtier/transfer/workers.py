@@ -34,7 +34,7 @@ class Workers:
         """``most_saves`` bounds the queue of saves; loads and prefetches are bounded by the leases they stand for."""
         self._name = name
         self._most_saves = most_saves
-        self._queues: tuple[deque[Job], ...] = tuple(deque() for _ in Urgency)
+        self._queues: tuple[deque[tuple[Job, Job | None]], ...] = tuple(deque() for _ in Urgency)
         self._changed = threading.Condition()
         self._running = 0
         self._saving = 0
@@ -46,12 +46,15 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, urgency: Urgency, job: Job) -> bool:
-        """Queue a job; never blocks. False where the queue of saves is full or the workers are closed: it will not run."""
+    def submit(self, urgency: Urgency, job: Job, otherwise: Job | None = None) -> bool:
+        """Queue a job; never blocks. False where the queue of saves is full or the workers are closed: it will not run.
+
+        ``otherwise`` runs in its place where the workers are closed before its turn comes.
+        """
         with self._changed:
             if self._closed or (urgency is Urgency.SAVE and len(self._queues[urgency]) >= self._most_saves):
                 return False
-            self._queues[urgency].append(job)
+            self._queues[urgency].append((job, otherwise))
             self._changed.notify()
             return True
 
@@ -73,7 +76,7 @@ class Workers:
             queue, job = waiting[choose(len(waiting)) if choose else 0]
             queue.remove(job)
             self._running += 1
-        self._run(job, Urgency.LOAD)
+        self._run(job[0], Urgency.LOAD)
         return True
 
     def wait_idle(self, timeout: float) -> bool:
@@ -85,17 +88,20 @@ class Workers:
         """Drop what is queued, wait for what runs. Idempotent."""
         with self._changed:
             self._closed = True
+            dropped = [otherwise for queue in self._queues for _, otherwise in queue if otherwise is not None]
             for queue in self._queues:
                 queue.clear()
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10)
+        for otherwise in dropped:
+            otherwise()
 
     def _next(self) -> tuple[Job, Urgency] | None:
         for urgency, queue in zip(Urgency, self._queues, strict=True):
             if queue and (urgency is not Urgency.SAVE or self._saving < self._most_saving):
-                return queue.popleft(), urgency
+                return queue.popleft()[0], urgency
         return None
 
     def _work(self) -> None:

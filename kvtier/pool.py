@@ -290,8 +290,8 @@ class BlockPool:
             child = self._child[slot]
             held_below = False
             while child != NONE:
-                if child not in refused and self._entry[child] not in held.gone:
-                    break
+                if child not in refused and self._entry[child] not in held.gone and child not in on_path:
+                    break  # on the path: an index that was tampered with can name a block as its own ancestor
                 held_below = held_below or child in refused
                 child = self._next[child]
             if child != NONE:

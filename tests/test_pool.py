@@ -181,3 +181,22 @@ def test_match_and_eviction_are_batch_work() -> None:
     start = time.perf_counter()
     assert pool.victims(64, 1.0) is not None
     print(f"64 victims of 20,000: {1e3 * (time.perf_counter() - start):.2f} ms")
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_blocks_that_name_themselves_as_ancestors_end_no_eviction_in_a_circle(length: int) -> None:
+    """An index or a frame that was tampered with: the search for a childless descendant never ended, under the lock."""
+    pool = make_pool(8)
+    ring = names("ring", length)
+    got = pool.allocate(length, 0.0)
+    assert got is not None
+    for slot, name, above in zip(got.slots, ring, [ring[-1], *ring[:-1]], strict=True):
+        pool.commit(slot, name, EntryMeta(parent=above), 0.0)
+    pool.release(got.slots, 0.0)
+    put(pool, names("a", 3))
+    all_of_it = pool.allocate(8, 1.0)
+    assert all_of_it is not None
+    assert pool.ready == 0
+    pool.release(all_of_it.slots, 1.0)
+    assert pool.free == 8
+    assert not pool.check()

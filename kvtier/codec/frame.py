@@ -115,6 +115,9 @@ class Asked:
     identity: bytes
     """Digest of the identity, 32 bytes."""
     raw_bytes: int
+    parent: BlockKey | None = None
+    """Key of the block before it; None: neither parent nor depth is looked at."""
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,4 +276,6 @@ class FrameHeader:
             return f"{self.raw_bytes} raw bytes, asked for {asked.raw_bytes}"
         if self.codec != codec:
             return f"codec number {self.codec}, asked for {codec}"
+        if asked.parent is not None and (self.parent, self.depth) != (asked.parent, asked.depth):
+            return f"another place in its chain (depth {self.depth}, asked for {asked.depth})"
         return None

@@ -26,4 +26,16 @@ class Geometry:
     def asked(self, span: Span, indexes: Sequence[int]) -> list[Asked]:
         """What the frames of these blocks of the span have to be."""
         identity = span.origin.identity
-        return [Asked(span.keys[index], self.shard, self.layout, identity, self.block_bytes) for index in indexes]
+        parents = (span.parent, *span.keys)
+        return [
+            Asked(
+                span.keys[index],
+                self.shard,
+                self.layout,
+                identity,
+                self.block_bytes,
+                parents[index],
+                span.depth + index,
+            )
+            for index in indexes
+        ]

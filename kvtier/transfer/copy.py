@@ -251,6 +251,9 @@ class _Framer:
         if self._codec.number == 0:
             if header.payload_bytes != header.raw_bytes:
                 raise CorruptFrame(f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}")
+            # A plain stored sum of raw bytes is their content sum; a keyed one was made of whatever DRAM held by then.
+            if (header.stored if self._summer is PLAIN else content_sum(payload)) != header.content:
+                raise CorruptFrame("content sum does not match")
             return header
         raw = into[: asked.raw_bytes]
         self._codec.decode(payload, raw)

@@ -151,3 +151,14 @@ def test_staging_lends_aligned_pages_and_keeps_a_bounded_number() -> None:
     with staging.lend(6, 100) as again:
         kept = {np.frombuffer(page, np.uint8).ctypes.data for page in again} & addresses
     assert len(kept) == 4
+
+
+def test_bytes_that_rotted_before_a_keyed_sum_was_made_are_not_believed() -> None:
+    """The keyed sum was right for the rotten bytes, and nobody compared them with the sum of what had been saved."""
+    medium, batch = MemoryMedium(), Batch(3, BLOCK)
+    medium.auth_key = b"k" * 32
+    batch.sources[1][77] ^= 1
+    assert all(o.done for o in write_frames(medium, batch.names, batch.sources, batch.headers, codec_named("raw")))
+    read, headers = read_frames(medium, batch.names, batch.into, batch.asked, codec_named("raw"), now=0.0)
+    assert [outcome.status for outcome in read] == [Status.DONE, Status.CORRUPT, Status.DONE]
+    assert headers[1] is None

@@ -132,7 +132,10 @@ def test_disproof_names_the_first_thing_that_is_not_as_asked() -> None:
         "identity": (asked(identity=b"j" * 32), 0),
         "raw bytes": (asked(raw_bytes=2), 0),
         "codec": (asked(), 1),
+        "depth 8, asked for 9": (asked(parent=SPAN.keys[0], depth=9), 0),
+        "another place": (asked(parent=SPAN.keys[1], depth=8), 0),
     }
+    assert header().disproof(asked(parent=SPAN.keys[0], depth=8), 0) is None
     for word, (wanted, codec) in cases.items():
         reason = header().disproof(wanted, codec)
         assert reason is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvtier.abc.medium import Arrived, Iovec, Outcome, Status
 from kvtier.abc.store import Reason
+from kvtier.codec.frame import FrameHeader
 from kvtier.config import WriteMode
 from kvtier.errors import MediumFull, MediumUnavailable
 from kvtier.key import Address
@@ -168,3 +170,21 @@ def test_a_server_that_comes_back_empty_is_filled_again(mode: WriteMode) -> None
     bench.save(keys)
     bench.load(keys, "again")
     assert len(shared.values) == 4
+
+
+def test_a_frame_that_lies_about_its_place_in_the_chain_is_not_believed() -> None:
+    """Right key, right bytes, its own key as parent: it came to hang under itself, and the next eviction never ended."""
+    shared = MemoryMedium()
+    bench = make_bench(dram=8, shared=shared)
+    keys = chain(1, 2)
+    bench.save(keys)
+    bench.empty_dram()
+    name = bench.store.geometry.addresses(keys)[1]
+    value = bytearray(shared.values[name])
+    made = FrameHeader.parse(memoryview(value))
+    dataclasses.replace(made, parent=made.key).pack_into(memoryview(value))
+    shared.values[name] = bytes(value)
+    assert bench.load(keys) == 1
+    assert bench.store.explain("r")[1].reason is Reason.SUM_FAILED
+    bench.save(chain(2, 8))
+    bench.idle()

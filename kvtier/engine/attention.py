@@ -63,7 +63,8 @@ class _Piece:
 class _Prefill:
     """One chunk of several tokens: K and V gathered once, queries piece by piece."""
 
-    rows: torch.Tensor
+    blocks: torch.Tensor
+    """Block rows to gather, by layer: ``[layers, 2 * blocks]``, those of K before those of V."""
     pieces: tuple[_Piece, ...]
 
 
@@ -71,7 +72,8 @@ class _Prefill:
 class _Decode:
     """Chunks of one token each, in one padded call with the query heads of a KV head as rows."""
 
-    rows: torch.Tensor
+    blocks: torch.Tensor
+    """Block rows to gather, by layer: ``[layers, 2 * sequences * blocks]``, those of K before those of V."""
     queries: torch.Tensor
     """Rows of the queries among the step's tokens, ``[sequences]``."""
     mask: torch.Tensor
@@ -83,7 +85,7 @@ class AttentionPlan:
     """What a step's attention shares between layers: where tokens go, which rows to gather, masks. Made by `plan`."""
 
     written: torch.Tensor
-    """Token rows of layer 0's K for every new token, ``[tokens]``."""
+    """Token rows that K and V of every new token go to, by layer: ``[layers, 2 * tokens]``, K and V in turn."""
     calls: tuple[_Prefill | _Decode, ...]
 
 
@@ -112,27 +114,30 @@ def plan(chunks: Sequence[Chunk], kv: torch.Tensor, tails: Sequence[int] = (STRI
             calls.append(_prefill(chunk, first, kv, tails))
         first += len(chunk.tokens)
     calls.extend(_decode(group, kv, tails) for group in _groups(single, kv, tails))
-    return AttentionPlan(torch.tensor(written), tuple(calls))
+    keys = torch.tensor(written)
+    pairs = torch.stack((keys, keys + block_tokens), dim=1).flatten()
+    return AttentionPlan(_by_layer(pairs, layers, 2 * block_tokens), tuple(calls))
 
 
 def write(kv: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.Tensor, step: AttentionPlan) -> None:
-    """Put the step's new K and V (``[tokens, kv_heads, head_dim]``) into their slots, rounded to the dtype of ``kv``."""
-    block_tokens = kv.shape[3]
-    rows = kv.view(-1, kv.shape[4] * kv.shape[5])
-    place = step.written + layer * 2 * block_tokens
-    rows.index_copy_(0, place, keys.flatten(1).to(kv.dtype))
-    rows.index_copy_(0, place + block_tokens, values.flatten(1).to(kv.dtype))
+    """Put the step's new K and V (``[tokens, kv_heads, head_dim]``) into their slots, rounded to the dtype of ``kv``.
+
+    Rows beyond the step's tokens are left out.
+    """
+    width = kv.shape[4] * kv.shape[5]
+    both = torch.stack((keys, values), dim=1).to(kv.dtype).view(-1, width)
+    kv.view(-1, width).index_copy_(0, step.written[layer], both[: step.written.shape[1]])
 
 
 def attend(queries: torch.Tensor, kv: torch.Tensor, layer: int, step: AttentionPlan) -> torch.Tensor:
     """Causal attention of the step's new tokens over everything of theirs in ``kv``, K and V read back from the slots.
 
-    ``queries`` is float32 ``[tokens, heads, head_dim]``, and so is what comes back. The new tokens' own K and V must have
-    been written. Numerators and sums are float32, scaled by ``head_dim ** -0.5``.
+    ``queries`` is float32 ``[tokens, heads, head_dim]``, and so is what comes back; rows beyond the step's tokens give zeros.
+    The new tokens' own K and V must have been written. Sums are float32, scores scaled by ``head_dim ** -0.5``.
     """
-    out = torch.empty_like(queries)
+    out = torch.zeros(queries.shape)
     for call in step.calls:
-        keys, values = _gathered(kv, layer, call.rows)
+        keys, values = _gathered(kv, call.blocks[layer], len(call.queries) if isinstance(call, _Decode) else 1)
         if isinstance(call, _Prefill):
             for piece in call.pieces:
                 _attend_piece(queries, keys, values, piece, out)
@@ -151,14 +156,14 @@ def _prefill(chunk: Chunk, first: int, kv: torch.Tensor, tails: Sequence[int]) -
         last[:count, 0] += torch.arange(count)
         pieces.append(_Piece(first + position - chunk.start, count, _mask(last, _width(stop, tails))))
         position = stop
-    return _Prefill(_rows([chunk], _width(chunk.end, tails), kv), tuple(pieces))
+    return _Prefill(_blocks([chunk], _width(chunk.end, tails), kv), tuple(pieces))
 
 
 def _decode(group: Sequence[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> _Decode:
     chunks = [chunk for _, chunk in group]
     most = _width(max(chunk.end for chunk in chunks), tails)
     last = torch.tensor([chunk.start for chunk in chunks]).view(-1, 1, 1, 1)
-    return _Decode(_rows(chunks, most, kv), torch.tensor([first for first, _ in group]), _mask(last, most))
+    return _Decode(_blocks(chunks, most, kv), torch.tensor([first for first, _ in group]), _mask(last, most))
 
 
 def _groups(single: list[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> list[list[tuple[int, Chunk]]]:
@@ -183,8 +188,13 @@ def _mask(last: torch.Tensor, width: int) -> torch.Tensor:
     return torch.zeros(*last.shape[:-1], width).masked_fill_(torch.arange(width) > last, float("-inf"))
 
 
-def _rows(chunks: Sequence[Chunk], width: int, kv: torch.Tensor) -> torch.Tensor:
-    """Block rows of layer 0, ``[2, sequences, blocks]`` flattened; short tables are filled up with their own first block."""
+def _by_layer(rows: torch.Tensor, layers: int, step: int) -> torch.Tensor:
+    """Row numbers of layer 0 for all layers, ``[layers, rows]``, where ``step`` rows lie between one layer and the next."""
+    return rows + torch.arange(0, layers * step, step).unsqueeze(1)
+
+
+def _blocks(chunks: Sequence[Chunk], width: int, kv: torch.Tensor) -> torch.Tensor:
+    """Block rows to gather by layer, ``width`` tokens a chunk; short tables are filled up with their own first block."""
     layers, block_tokens = kv.shape[1], kv.shape[3]
     blocks = -(-width // block_tokens)
     table = torch.empty(len(chunks), blocks, dtype=torch.int64)
@@ -193,15 +203,14 @@ def _rows(chunks: Sequence[Chunk], width: int, kv: torch.Tensor) -> torch.Tensor
         line[:used] = torch.tensor(chunk.slots[:used])
         line[used:] = chunk.slots[0]
     keys = table * (layers * 2)
-    return torch.stack((keys, keys + 1)).view(2, len(chunks), blocks)
+    return _by_layer(torch.stack((keys, keys + 1)).flatten(), layers, 2)
 
 
-def _gathered(kv: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(kv: torch.Tensor, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V in float32, each ``[sequences, kv_heads, tokens, head_dim]``."""
     block_tokens, kv_heads, head_dim = kv.shape[3:]
     flat = kv.view(-1, block_tokens * kv_heads * head_dim)
-    both = flat.index_select(0, (rows + 2 * layer).view(-1)).float()
-    both = both.view(2, rows.shape[1], rows.shape[2] * block_tokens, kv_heads, head_dim).transpose(2, 3)
+    both = flat.index_select(0, blocks).float().view(2, sequences, -1, kv_heads, head_dim).transpose(2, 3)
     return both[0], both[1]
 
 
@@ -235,10 +244,10 @@ def _attend_decode(
     group = heads // kv_heads
     width = call.mask.shape[-1]
     padded = queries.new_zeros(count, kv_heads, _up(group, ROWS), head_dim)
-    padded[:, :, :group] = queries[call.queries].view(count, kv_heads, group, head_dim)
+    padded[:, :, :group] = queries.index_select(0, call.queries).view(count, kv_heads, group, head_dim)
     mask = call.mask.expand(-1, 1, padded.shape[2], -1)
     result = F.scaled_dot_product_attention(padded, keys[:, :, :width], values[:, :, :width], attn_mask=mask)
-    out[call.queries] = result[:, :, :group].reshape(count, heads, head_dim)
+    out.index_copy_(0, call.queries, result[:, :, :group].reshape(count, heads, head_dim))
 
 
 def _up(number: int, multiple: int) -> int:

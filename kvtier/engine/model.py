@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvtier.engine import attention
 from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.attention import Chunk
-from kvtier.engine.linear import Linear
+from kvtier.engine.linear import LEAST_ROWS, Linear
 from kvtier.engine.rope import RopeTable, rotate
 from kvtier.layout import Layout
 
@@ -110,9 +110,12 @@ class LlamaModel:
         if not batch.chunks:
             return torch.empty(0, config.vocab)
         step = attention.plan(batch.chunks, kv, self.attention_tails)
-        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in batch.chunks])
-        cos, sin = self._rope.rows(positions)
-        hidden = F.embedding(torch.tensor([token for chunk in batch.chunks for token in chunk.tokens]), self._embedding)
+        tokens = [token for chunk in batch.chunks for token in chunk.tokens]
+        positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.end)]
+        # A small step is filled up here once, not by `Linear` at every call; the spare rows are written nowhere.
+        spare = max(LEAST_ROWS - len(tokens), 0)
+        hidden = F.embedding(torch.tensor(tokens + tokens[-1:] * spare), self._embedding)
+        cos, sin = self._rope.rows(torch.tensor(positions + positions[-1:] * spare))
         turned = config.heads + config.kv_heads
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
@@ -123,9 +126,9 @@ class LlamaModel:
             if after_layer is not None:
                 after_layer(index)
             mixed = attention.attend(rotated[:, : config.heads], kv, index, step)
-            hidden = hidden + layer.output(mixed.flatten(1))
+            hidden += layer.output(mixed.flatten(1))
             gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            hidden += layer.down(F.silu(gate).mul_(up))
         wanted = torch.tensor(batch.wanted_rows(), dtype=torch.int64)
         if not len(wanted):
             return torch.empty(0, config.vocab)

@@ -15,14 +15,18 @@ class RopeTable:
         self._frequencies = 1.0 / (config.rope_theta**exponents)
         if config.rope_divisors is not None:
             self._frequencies /= torch.tensor(config.rope_divisors)
-        self._table = torch.empty(0, 2, config.head_dim // 2)
+        self._table = torch.empty(0, 2, config.head_dim)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of ``positions`` ``[tokens]``: two tensors ``[tokens, 1, head_dim / 2]``."""
+        """What `rotate` wants for ``positions`` ``[tokens]``: two tensors ``[tokens, 1, head_dim]``.
+
+        Cosines for both halves of a head, and sines, those of the first half negative.
+        """
         if positions.numel() and (top := int(positions.max()) + 1) > len(self._table):
             size = 1 << (top - 1).bit_length()
             angles = torch.outer(torch.arange(size, dtype=torch.float32), self._frequencies)
-            self._table = torch.stack((angles.cos(), angles.sin()), dim=1)
+            cos, sin = angles.cos(), angles.sin()
+            self._table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
         picked = self._table.index_select(0, positions)
         return picked[:, :1], picked[:, 1:]
 
@@ -30,4 +34,4 @@ class RopeTable:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """``x`` ``[tokens, heads, head_dim]`` turned by its positions' angles; cosines and sines as `RopeTable.rows` gives them."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return (x * cos).add_(torch.cat((second, first), dim=-1).mul_(sin))

@@ -186,6 +186,21 @@ def test_hits_are_bit_equal_to_cold_runs_where_the_self_test_says_so(tiny: Llama
             assert torch.equal(hit, kv), (seed, start, chunk)
 
 
+def test_a_step_of_few_tokens_gives_the_rows_of_a_larger_one(tiny: LlamaModel) -> None:
+    """Small steps are filled up to the least number of rows: nothing of the filling may show."""
+    tokens = words(6, 40)
+    kv = tiny.allocate_kv(9, BLOCK, "fp32")
+    cold = tiny.forward(StepBatch((Chunk(tokens, 0, range(3), "all"),)), kv)
+    for count in (1, 2, 3):
+        chunks = (Chunk(tokens[:count], 0, [3], "all"), Chunk(tokens[30:32], 30, range(3), "last"))
+        for batch, rows in ((chunks[:1], cold[:count]), (chunks, torch.cat((cold[:count], cold[31:32])))):
+            kv[3:] = 0
+            torch.testing.assert_close(tiny.forward(StepBatch(batch), kv), rows, atol=1e-5, rtol=0)
+            torch.testing.assert_close(kv[3, :, :, :count], kv[0, :, :, :count], atol=1e-6, rtol=1e-5)
+            assert not kv[3, :, :, count:].any()
+            assert not kv[4:].any()
+
+
 class Sloppy(LlamaModel):
     """Logits that depend on how many tokens a step has."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import re
@@ -198,6 +199,64 @@ class House:
 def without_cache(engine: EngineSettings) -> EngineSettings:
     """The same engine with HBM prefix hits off; with no tiers it computes everything."""
     return replace(engine, prefix_cache=False)
+
+
+# -- a tiny model on which a wrong byte shows
+
+
+_spec = importlib.util.spec_from_file_location("tiny", ROOT / "tests" / "engine" / "tiny.py")
+assert _spec is not None and _spec.loader is not None
+_tiny = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A random checkpoint and prompts after which its two best logits are never close."""
+
+    path: Path
+    prompts: list[tuple[int, ...]]
+    expected: list[tuple[int, ...]]
+    """What each prompt gives without any cache."""
+    texts: list[str]
+    gap: float
+    """The least distance of the two best logits over all of it: rounding changes nothing, a wrong byte does."""
+
+    def engine(self, blocks: int = 64, **more: object) -> EngineSettings:
+        settings = EngineSettings(
+            model=str(self.path), hbm_blocks=blocks, max_num_seqs=8, max_num_batched_tokens=256, threads=1
+        )
+        return replace(settings, **more)  # type: ignore[arg-type]  # fields by name
+
+    def flags(self, blocks: int = 64) -> list[str]:
+        """The same for the command."""
+        return [f"--model={self.path}", f"--hbm-blocks={blocks}", "--max-num-seqs=8", "--threads=1"]
+
+
+TINY_TOKENS = 8
+TINY_BLOCK_BYTES = 8192
+
+
+def make_tiny(path: Path, seed: int, count: int = 64) -> Tiny:
+    """``count`` prompts of 7-11 blocks, a third of which begin alike."""
+    rng = random.Random(seed)
+    _tiny.make_tiny_checkpoint(path, seed=3, louder=_tiny.GAP_LOUDER)
+    text = shipped_text().encode("ascii", "ignore").decode()
+    tiny = Tiny(path, [], [], [], float("inf"))
+    with House((), without_cache(tiny.engine(1024, max_num_seqs=32))) as house:
+        candidates = []
+        for number in range(2 * count):
+            start = rng.randrange(len(text) - 200)
+            preamble = text[:64] if number % 3 == 0 else ""
+            candidates.append(house.tokenizer.encode(preamble + text[start : start + rng.randint(112, 128)]))
+        served = house.serve(candidates, TINY_TOKENS, gaps=True)
+        good = [(tuple(p), each) for p, each in zip(candidates, served, strict=True) if min(each.gaps) > _tiny.GAP]
+        assert len(good) >= count, f"only {len(good)} of {len(candidates)} prompts keep their distance"
+        good = good[:count]
+        texts = [house.tokenizer.decode(each.tokens) for _, each in good]
+    gap = min(min(each.gaps) for _, each in good)
+    print(f"seed {seed}: {count} prompts, smallest gap {gap:.4f}")
+    return Tiny(path, [prompt for prompt, _ in good], [each.tokens for _, each in good], texts, gap)
 
 
 # -- in a process of its own

@@ -38,6 +38,7 @@ REVIVE_SECONDS = 1.0
 """How often a degraded tier is tried."""
 REFRESH_SECONDS = 60.0
 """A block's expiry is pushed back at most so often."""
+COMPLAIN_SECONDS = 10.0
 MOST_KNOWN = 1 << 18
 """Names that a key tier remembers to have written or seen."""
 
@@ -88,6 +89,7 @@ class LowerTier(ABC):
         self._codec = codec
         self._lock = lock
         self._tried = 0.0
+        self._complained: dict[str, float] = {}
         self._medium = medium
 
     @property
@@ -139,11 +141,11 @@ class LowerTier(ABC):
         if corrupt:
             self.metrics.sum_failed(len(corrupt))
             first = next(outcome for outcome in outcomes if outcome.status is Status.CORRUPT)
-            _log.warning("%s: %d blocks did not prove and are recomputed: %s", self.name, len(corrupt), first.detail)
+            self._complain("sum", f"{len(corrupt)} blocks did not prove and are recomputed: {first.detail}")
         if failed and self.usable:
             self.metrics.failed("read", len(failed))
             first = next(outcome for outcome in outcomes if outcome.status is Status.FAILED)
-            _log.warning("%s: %d blocks could not be read and are recomputed: %s", self.name, len(failed), first.detail)
+            self._complain("read", f"{len(failed)} blocks could not be read and are recomputed: {first.detail}")
         lost = [a for a, outcome in zip(addresses, outcomes, strict=True) if not outcome.done]
         if lost and self.usable:
             self._guarded("delete", lambda: self._lost(lost, corrupt), None)
@@ -164,7 +166,7 @@ class LowerTier(ABC):
             self.metrics.save_dropped(Reason.SAVE_DROPPED, len(outcomes) - done)
             if self.usable:
                 first = next(outcome for outcome in outcomes if not outcome.done)
-                _log.warning("%s: %d blocks were not written: %s", self.name, len(outcomes) - done, first.detail)
+                self._complain("write", f"{len(outcomes) - done} blocks were not written: {first.detail}")
         return outcomes
 
     def delete(self, addresses: Sequence[Address]) -> None:
@@ -225,6 +227,16 @@ class LowerTier(ABC):
         """Slots by state, where the tier has slots. Called under the store's lock."""
         return {}
 
+    def _complain(self, about: str, text: str) -> None:
+        """Log at most once about the same in ``COMPLAIN_SECONDS``: a full disk fails every write, and the metrics count."""
+        now = time.monotonic()
+        with self._lock:
+            due = now - self._complained.get(about, now - COMPLAIN_SECONDS) >= COMPLAIN_SECONDS
+            if due:
+                self._complained[about] = now
+        if due:
+            _log.warning("%s: %s", self.name, text)
+
     def _guarded(self, verb: str, act: Callable[[], T], otherwise: T) -> T:
         if not self.usable:
             return otherwise
@@ -232,7 +244,7 @@ class LowerTier(ABC):
             return act()
         except MediumFull as full:
             self.metrics.failed(verb)
-            _log.warning("%s: %s failed: %s", self.name, verb, full)
+            self._complain(verb, f"{verb} failed: {full}")
         except KvtierError as failed:
             self.metrics.failed(verb)
             self.degrade(str(failed))

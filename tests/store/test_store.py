@@ -10,8 +10,10 @@ import pytest
 from kvtier.abc.store import Found, Reason, SlotRange
 from kvtier.config import WriteMode
 from kvtier.cost import LoadCost, StaticGate
+from kvtier.errors import MediumFull
 from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
+from kvtier.testing.faults import Faulty, wrapped
 
 from .builders import Bench, chain, make_bench, span
 
@@ -427,4 +429,15 @@ def test_the_wait_behind_other_requests_is_not_the_wait_for_blocks(tmp_path: Pat
     assert not third.pending, "no wait is for ever"
     second.release()
     third.release()
+    bench.idle()
+
+
+def test_a_tier_that_goes_on_failing_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Ten batches that do not fit: one line, and every block counted."""
+    full = wrapped(MemoryMedium(), Faulty("write", error=MediumFull("no space left")))
+    bench = make_bench(dram=64, shared=full)
+    for number in range(10):
+        bench.save(chain(number, 2))
+    assert caplog.messages == ["shared: write failed: no space left"]
+    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="save_dropped") == 20
     bench.idle()

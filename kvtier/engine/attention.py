@@ -222,8 +222,7 @@ def _attend_piece(
     kv_heads = keys.shape[1]
     rows, width = piece.mask.shape
     own = queries[piece.first : piece.first + piece.count].view(piece.count, kv_heads, heads // kv_heads, head_dim)
-    padded = own.new_zeros(rows, kv_heads, heads // kv_heads, head_dim)
-    padded[: piece.count] = own
+    padded = own if piece.count == rows else F.pad(own, (0, 0, 0, 0, 0, 0, 0, rows - piece.count))
     shape = (kv_heads, heads // kv_heads, width, head_dim)
     result = F.scaled_dot_product_attention(
         padded.permute(1, 2, 0, 3),

@@ -87,7 +87,7 @@ class Assembly:
         for each in wrong:
             log.error("integrity: %s", each)
         if not wrong:
-            log.info("integrity: every block is accounted for")
+            log.debug("integrity: every block is accounted for")
 
 
 def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:

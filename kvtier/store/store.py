@@ -41,6 +41,8 @@ SAMPLE_SHARE = 0.01
 KEEP_SECONDS = 0.25
 RECENCY_SECONDS = 5.0
 """How often recency is written down in persistent tiers."""
+DRAIN_SECONDS = 0.5
+"""How long a drain waits for one tier before it looks whether that is still in use."""
 MOST_SAVES = 256
 """Saves that may wait for a thread; one more is dropped."""
 
@@ -471,8 +473,8 @@ class TieredStore(Store):
             idle = self._workers.wait_idle(max(0.0, end - time.monotonic()))
             with self._lock:
                 owing = self._demoter.flush()
-            for tier in self._tiers:
-                idle = tier.workers.wait_idle(max(0.0, end - time.monotonic())) and idle
+            for tier in [tier for tier in self._tiers if tier.usable]:  # the others are only being tried again
+                idle = tier.workers.wait_idle(max(0.0, min(end - time.monotonic(), DRAIN_SECONDS))) and idle
             with self._lock:
                 owing = self._arena.owing_count
             if idle and not owing:

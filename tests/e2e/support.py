@@ -288,7 +288,7 @@ class Server:
         self.lines: list[str] = []
         """What it has written to stderr so far."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier", "serve", "--port=0", *flags],
+            [sys.executable, "-m", "kvtier", "serve", "--port=0", "--log-level=debug", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -441,3 +441,14 @@ def test_a_tier_that_goes_on_failing_does_not_fill_the_log(caplog: pytest.LogCap
     assert caplog.messages == ["shared: write failed: no space left"]
     assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="save_dropped") == 20
     bench.idle()
+
+
+def test_drain_does_not_wait_for_a_tier_that_is_out_of_use(tmp_path: Path) -> None:
+    """A server that hangs is tried again and again: each shutdown waited for that to its deadline."""
+    bench = make_bench(dram=8, nvme=tmp_path / "n", shared=MemoryMedium(), shared_write=WriteMode.BACK)
+    bench.save(chain(1, 3))
+    bench.tiers[1].degrade("it hangs")
+    bench.store.keep()
+    assert bench.workers[2].queued, "it is to be tried again"
+    assert bench.store.drain(0.0)
+    assert bench.arena.owing_count == 0

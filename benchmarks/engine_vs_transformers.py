@@ -11,6 +11,10 @@ multiplied float32 matrices in the same run, by ``torch.matmul`` or by the packe
 
 from __future__ import annotations
 
+import kvtier.engine  # noqa: F401 - says how compute threads wait, before torch is imported
+
+# isort: split
+
 import argparse
 import json
 import platform

@@ -9,6 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+import kvtier.engine  # noqa: F401 - says how compute threads wait, before any test imports torch
 from kvtier.testing.requirements import INSTALLABLE, MACHINE, kind_of
 
 SEED = int(os.environ.get("PYTEST_SEED", "20240607"))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,6 +233,12 @@ class Tiny:
         return [f"--model={self.path}", f"--hbm-blocks={blocks}", "--max-num-seqs=8", "--threads=1"]
 
 
+def make_tiny_model(path: Path) -> Path:
+    """Write a tiny checkpoint of one token per byte, 2,048 positions long."""
+    _tiny.make_tiny_checkpoint(path, seed=3, louder=_tiny.GAP_LOUDER)
+    return path
+
+
 TINY_TOKENS = 8
 TINY_BLOCK_BYTES = 8192
 
@@ -240,7 +246,7 @@ TINY_BLOCK_BYTES = 8192
 def make_tiny(path: Path, seed: int, count: int = 64) -> Tiny:
     """``count`` prompts of 7-11 blocks, a third of which begin alike."""
     rng = random.Random(seed)
-    _tiny.make_tiny_checkpoint(path, seed=3, louder=_tiny.GAP_LOUDER)
+    make_tiny_model(path)
     text = shipped_text().encode("ascii", "ignore").decode()
     tiny = Tiny(path, [], [], [], float("inf"))
     with House((), without_cache(tiny.engine(1024, max_num_seqs=32))) as house:
@@ -262,20 +268,20 @@ def make_tiny(path: Path, seed: int, count: int = 64) -> Tiny:
 # -- in a process of its own
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours without kvtier's settings, and quiet threads."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    return {**kept, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+    return {**kept, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def kvtier(*argv: str, seconds: float = 90.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def kvtier(*argv: str, variables: Mapping[str, str], seconds: float = 90.0) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "kvtier", *argv],
         capture_output=True,
         text=True,
         timeout=seconds,
-        env=environment(**variables),
+        env={**environment(), **variables},
         stdin=subprocess.DEVNULL,
         check=False,
     )

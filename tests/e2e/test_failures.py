@@ -20,6 +20,8 @@ from kvtier.testing.valkey import ValkeyServer
 
 from .support import TINY_BLOCK_BYTES, TINY_TOKENS, House, Server, Tiny, make_tiny, until, valkey
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4096
 STRIDE = TINY_BLOCK_BYTES + PAGE
 BACK_SECONDS = 8.0

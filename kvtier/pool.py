@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,9 @@ Slot = NewType("Slot", int)
 
 FREE, WRITING, READY, RETIRING = range(4)
 NONE = -1
+BoolArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+Marks: TypeAlias = "bytearray | None"
+"""A byte per slot, not 0 where it is marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,15 @@ class Allocation:
     evicted: list[Address]
 
 
-class _Held(Container[Address]):
-    """Entries that must not be evicted: referenced or kept ones, and those already chosen or given up in this round."""
+class _Out(Container[Address]):
+    """Entries whose slots are marked: they cannot go, or are chosen already."""
 
-    def __init__(self, pool: BlockPool, also: set[Address], keep: Container[Address]) -> None:
-        self._slot_of = pool._slot_of
-        self._refs = pool._refs
-        self.gone = also
-        self._keep = keep
+    def __init__(self, slot_of: dict[Address, Slot], marks: bytearray) -> None:
+        self._slot_of = slot_of
+        self._marks = marks
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self.gone or self._refs[self._slot_of[entry]] > 0 or entry in self._keep  # type: ignore[index]
+        return self._marks[self._slot_of[entry]] != 0  # type: ignore[index]
 
 
 class BlockPool:
@@ -130,17 +131,12 @@ class BlockPool:
     def has_children(self, slot: Slot) -> bool:
         return self._child[slot] != NONE
 
-    def allocate(
-        self, count: int, now: float, *, evict: bool = True, keep: Container[Address] = ()
-    ) -> Allocation | None:
-        """``count`` WRITING slots with one reference each, evicting where the free list does not suffice; else None.
-
-        Nothing in ``keep`` is evicted.
-        """
+    def allocate(self, count: int, now: float, *, evict: bool = True) -> Allocation | None:
+        """``count`` WRITING slots with one reference each, evicting where the free list does not suffice; else None."""
         evicted: list[Address] = []
         short = count - len(self._free)
         if short > 0:
-            victims = self.victims(short, now, keep) if evict else None
+            victims = self.victims(short, now) if evict else None
             if victims is None:
                 return None
             evicted.extend(self.retire(slot, evicted=True) for slot in victims)
@@ -202,47 +198,46 @@ class BlockPool:
             self._state[slot] = FREE
             self._free.append(slot)
 
-    def victims(self, count: int, now: float, keep: Container[Address] = ()) -> list[Slot] | None:
-        """``count`` READY, unreferenced slots in the order they should go, children before parents; None if there are fewer."""
+    def victims(self, count: int, now: float, keep: Marks = None, *, fewer: bool = False) -> list[Slot] | None:
+        """``count`` slots that may go, in the order they should, children before parents; None if there are fewer.
+
+        ``fewer``: as many as there are then. A slot may go where it is READY, unreferenced and outside ``keep`` (marks per
+        slot), and so is everything below it.
+        """
+        out = self._stuck(keep)
+        able = self.ready - out.count(1)
+        if able < count and not fewer:
+            return None
+        count = min(count, able)
         chosen: list[Slot] = []
-        names: set[Address] = set()
-        held = _Held(self, names, keep)
+        protected = _Out(self._slot_of, out)
         path: list[int] = []
         on_path: set[int] = set()
-        refused: set[int] = set()
+        cursor: dict[int, int] = {}
         while len(chosen) < count:
-            nominees = self._policy.victims(min(count - len(chosen), self.ready - len(names)) or 1, held, now)
-            if nominees is None:
-                nominees = self._policy.victims(1, held, now)
-                if nominees is None:
-                    return None
-            for nominee in nominees:
-                if nominee in names:
+            nominees = self._policy.victims(count - len(chosen), protected, now)
+            assert nominees is not None, "the policy knows every entry"
+            for slot in map(self._slot_of.__getitem__, nominees):
+                if out[slot]:
                     continue
-                slot: int = self._slot_of[nominee]
                 if slot not in on_path:
                     path, on_path = [slot], {slot}
-                leaf = self._descend(path, on_path, held, refused)
-                if leaf == NONE:
-                    names.add(nominee)
-                    continue
-                entry = self._entry[leaf]
-                assert entry is not None
-                names.add(entry)
+                leaf = self._descend(path, on_path, out, cursor)
+                out[leaf] = 1
                 chosen.append(Slot(leaf))
-                if len(chosen) == count:
-                    break
         return chosen
 
-    def coldest(self, count: int, now: float, keep: Container[Address] = ()) -> list[Slot]:
+    def room(self, keep: Marks = None) -> int:
+        """How many slots an allocation that evicts nothing in ``keep`` could have."""
+        return self.free + self.ready - self._stuck(keep).count(1)
+
+    def coldest(self, count: int, now: float, keep: Marks = None) -> list[Slot]:
         """Up to ``count`` READY, unreferenced slots outside ``keep`` in the policy's order alone: what will want to go next."""
-        held = _Held(self, set(), keep)
-        while count:
-            entries = self._policy.victims(count, held, now)
-            if entries is not None:
-                return [self._slot_of[entry] for entry in entries]
-            count //= 2
-        return []
+        out = bytearray(self._held(keep).tobytes())
+        count = min(count, self.ready - out.count(1))
+        entries = self._policy.victims(count, _Out(self._slot_of, out), now) if count > 0 else []
+        assert entries is not None, "the policy knows every entry"
+        return [self._slot_of[entry] for entry in entries]
 
     def retire(self, slot: Slot, *, evicted: bool) -> Address:
         """Take a READY slot's entry off the map at once; the slot is RETIRING, with one reference more, until released."""
@@ -280,30 +275,45 @@ class BlockPool:
                 child = self._next[child]
         return found
 
-    def _descend(self, path: list[int], on_path: set[int], held: _Held, refused: set[int]) -> int:
-        """Go on from the end of ``path`` to a descendant without children left, and cut it off the path. NONE: all are held.
+    def _held(self, keep: Marks) -> BoolArray:
+        """READY slots that are referenced or in ``keep``."""
+        held: BoolArray = self._refs > 0
+        if keep is not None:
+            held |= np.frombuffer(keep, np.uint8) != 0
+        held &= self._state == READY
+        return held
 
-        ``refused`` collects the slots that cannot go in this round: referenced ones and everything above them.
+    def _stuck(self, keep: Marks) -> bytearray:
+        """READY slots that cannot go, marked 1: held ones and everything above them. Linear in the pool, whatever its tree."""
+        held = self._held(keep)
+        stuck = bytearray(held.tobytes())
+        parents = np.frombuffer(self._parent, np.int32)[held]
+        parents = parents[parents != NONE]
+        parent = self._parent
+        for slot in parents[~held[parents]].tolist():
+            while slot != NONE and not stuck[slot]:
+                stuck[slot] = 1
+                slot = parent[slot]  # noqa: PLW2901 - up the tree
+        return stuck
+
+    def _descend(self, path: list[int], on_path: set[int], out: bytearray, cursor: dict[int, int]) -> int:
+        """Go on from the end of ``path`` to a descendant whose children are all out, and cut it off the path.
+
+        ``cursor`` says per slot which of its children are still to be looked at. A child that is on the path is passed by:
+        an index that was tampered with can name a block as its own ancestor.
         """
-        while path:
+        while True:
             slot = path[-1]
-            child = self._child[slot]
-            held_below = False
-            while child != NONE:
-                if child not in refused and self._entry[child] not in held.gone and child not in on_path:
-                    break  # on the path: an index that was tampered with can name a block as its own ancestor
-                held_below = held_below or child in refused
+            child = cursor.get(slot, self._child[slot])
+            while child != NONE and (out[child] or child in on_path):
                 child = self._next[child]
-            if child != NONE:
-                path.append(child)
-                on_path.add(child)
-                continue
-            path.pop()
-            on_path.discard(slot)
-            if not held_below and self._entry[slot] not in held:
+            cursor[slot] = child
+            if child == NONE:
+                path.pop()
+                on_path.discard(slot)
                 return slot
-            refused.add(slot)
-        return NONE
+            path.append(child)
+            on_path.add(child)
 
     def _link(self, slot: int, entry: Address, parent: Address | None) -> None:
         children = self._orphans.pop(entry, NONE)

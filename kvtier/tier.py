@@ -423,14 +423,7 @@ class SlotTier(LowerTier):
     def _make_room(self, count: int) -> list[Slot]:
         """Up to ``count`` slots to write to. A slot is reused only after its delete is committed."""
         with self._lock:
-            short = count - self.pool.free
-            victims: list[Slot] = []
-            while short > 0:
-                chosen = self.pool.victims(short, 0.0)
-                if chosen is not None:
-                    victims = chosen
-                    break
-                short //= 2
+            victims = self.pool.victims(max(0, count - self.pool.free), 0.0, fewer=True) or []
             for slot in victims:
                 self.pool.retire(slot, evicted=True)
                 self._used.pop(slot, None)

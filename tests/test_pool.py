@@ -200,3 +200,69 @@ def test_blocks_that_name_themselves_as_ancestors_end_no_eviction_in_a_circle(le
     pool.release(all_of_it.slots, 1.0)
     assert pool.free == 8
     assert not pool.check()
+
+
+def test_a_pool_full_of_chains_whose_tails_must_stay_says_so_at_once() -> None:
+    """Nothing could go, and finding that out took minutes under the owner's lock: every chain was tried again and again."""
+    pool, keep = make_pool(20_480), bytearray(20_480)
+    for number in range(320):
+        keep[put(pool, names(f"{number}-", 64))[-1]] = 1
+    start = time.perf_counter()
+    assert pool.victims(64, 1.0, keep) is None
+    assert pool.victims(64, 1.0, keep, fewer=True) == []
+    assert pool.room(keep) == 0
+    assert time.perf_counter() - start < 1.0
+    keep[:] = bytes(len(keep))
+    start = time.perf_counter()
+    everything = pool.victims(20_480, 1.0)
+    assert everything is not None
+    assert len(set(everything)) == 20_480
+    assert time.perf_counter() - start < 5.0
+
+
+def test_as_many_as_may_go_are_given_where_fewer_will_do() -> None:
+    pool = make_pool(8)
+    slots = put(pool, names("a", 8))
+    pool.acquire(slots[:1])
+    assert pool.victims(8, 1.0) is None
+    assert pool.victims(8, 1.0, fewer=True) == slots[:0:-1]
+    assert pool.room() == 7
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_victims_are_what_an_oracle_says_may_go(seed: int) -> None:
+    """What may go: unreferenced, not kept, and nothing below it is either. Children go before their parents."""
+    rng = random.Random(seed)
+    pool = make_pool(60)
+    parents: dict[Slot, Slot | None] = {}
+    for index in range(60):
+        got = pool.allocate(1, float(index))
+        assert got is not None
+        above = rng.choice([None, *parents]) if rng.random() < 0.9 else None
+        parent = None if above is None else pool.entry(above)
+        pool.commit(got.slots[0], entry(f"{index}"), EntryMeta(parent=parent), float(index))
+        pool.release(got.slots, float(index))
+        parents[got.slots[0]] = above
+    held = rng.sample(sorted(parents), rng.randrange(12))
+    keep = bytearray(60)
+    for slot in held[::2]:
+        keep[slot] = 1
+    pool.acquire(held[1::2])
+    pool.touch(rng.sample(sorted(parents), 20), 100.0)
+    may_go = set(parents)
+    for slot in held:
+        above = slot
+        while above is not None:
+            may_go.discard(above)
+            above = parents[above]
+    assert pool.room(keep) == len(may_go)
+    for count in (1, len(may_go) // 2, len(may_go)):
+        chosen = pool.victims(count, 200.0, keep)
+        assert chosen is not None
+        assert len(chosen) == len(set(chosen)) == count
+        assert set(chosen) <= may_go
+        order = {slot: at for at, slot in enumerate(chosen)}
+        for slot in chosen:
+            for child in [child for child, above in parents.items() if above == slot]:
+                assert order[child] < order[slot]
+    assert pool.victims(len(may_go) + 1, 200.0, keep) is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvtier.abc.medium import SlotMedium
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
@@ -32,24 +34,6 @@ class Gone:
     declined: bool
 
 
-class _Owing(Container[Address]):
-    """Resident entries that some lower tier is still to be offered."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def __contains__(self, entry: object) -> bool:
-        slot = self._arena.pool.slot(entry)  # type: ignore[arg-type]
-        return slot is not None and self._arena.owed[slot] != 0
-
-
-class _Paid(_Owing):
-    """Resident entries that no lower tier is to be offered any more."""
-
-    def __contains__(self, entry: object) -> bool:
-        return not super().__contains__(entry)
-
-
 class Arena:
     """Slots of DRAM, what each holds, and which lower tiers each is still owed to. Called under the store's lock."""
 
@@ -63,8 +47,6 @@ class Arena:
         """Per slot a bit per lower tier that took it."""
         self._quarantined: list[Slot] = []
         self._most_quarantined = max(1, medium.slots // 100)
-        self.owing = _Owing(self)
-        self.paid = _Paid(self)
 
     def view(self, slot: Slot, nbytes: int) -> memoryview:
         view = self.medium.view(slot)
@@ -73,23 +55,21 @@ class Arena:
 
     def take(self, count: int, now: float) -> tuple[list[Slot], list[Gone]]:
         """Up to ``count`` WRITING slots: free ones, or those of clean victims. Never waits for a demotion."""
-        while count:
-            victims: list[Slot] | None = []
-            if count > self.pool.free:
-                victims = self.pool.victims(count - self.pool.free, now, self.owing)
-            if victims is not None:
-                gone = [self.drop(slot, evicted=True) for slot in victims]
-                self.pool.release(victims, now)
-                allocation = self.pool.allocate(count, now, evict=False)
-                assert allocation is not None
-                return allocation.slots, gone
-            count = max(self.pool.free, count // 2) if count > self.pool.free + 1 else self.pool.free
-        return [], []
+        victims = self.pool.victims(max(0, count - self.pool.free), now, self.owed, fewer=True) or []
+        gone = [self.drop(slot, evicted=True) for slot in victims]
+        self.pool.release(victims, now)
+        allocation = self.pool.allocate(min(count, self.pool.free), now, evict=False)
+        assert allocation is not None
+        return allocation.slots, gone
 
-    def has_room(self, count: int, now: float) -> bool:
+    def has_room(self, count: int) -> bool:
         """Whether ``take`` would give ``count`` slots."""
-        short = count - self.pool.free
-        return short <= 0 or self.pool.victims(short, now, self.owing) is not None
+        return count <= self.pool.free or count <= self.pool.room(self.owed)
+
+    def coldest_owing(self, count: int, now: float) -> list[Slot]:
+        """Up to ``count`` slots that some lower tier is still to be offered, in the order in which they will want to go."""
+        paid = bytearray((np.frombuffer(self.owed, np.uint8) == 0).tobytes())
+        return self.pool.coldest(count, now, paid)
 
     def show(self, slot: Slot, address: Address, header: FrameHeader, now: float) -> bool:
         """Commit a WRITING slot; False where the block is there already."""

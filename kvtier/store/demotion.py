@@ -21,8 +21,6 @@ from kvtier.transfer.workers import Urgency
 
 BATCH_BYTES = 32 << 20
 """Bytes of one write to a lower tier: one fdatasync and one index transaction stand for all of them."""
-PROBED_SLOTS = 64
-"""Slots for which the reserve is tried: 0.6 ms where there are 20,000."""
 
 
 class Outbox:
@@ -162,14 +160,14 @@ class Demoter:
     def keep_reserve(self, held: int) -> None:
         """Below the low mark of free or clean slots, offer the coldest blocks to ``back`` tiers until the high mark.
 
-        A clean block above one that is still owed cannot go, so what counts as reserve is tried on a few slots.
+        A clean block above one that is still owed cannot go, so it does not count as reserve.
         """
         reserve = self._arena.pool.capacity - self._arena.owing_count - held
-        if reserve >= self._low and not self._arena.has_room(min(self._low, PROBED_SLOTS), self._clock()):
+        if reserve >= self._low and not self._arena.has_room(self._low):
             reserve = 0
         coming = sum(len(outbox.slots) for outbox in self.outboxes.values())
         if reserve < self._low and reserve + coming < self._high:
-            for slot in self._arena.pool.coldest(self._high - reserve - coming, self._clock(), self._arena.paid):
+            for slot in self._arena.coldest_owing(self._high - reserve - coming, self._clock()):
                 self._offer_back(slot)
 
     def flush(self) -> int:

@@ -251,7 +251,7 @@ class Promoter:
         held = {index: slot for index, slot in enumerate(walk.resident[: len(steps)]) if slot is not None}
         self._arena.pool.acquire(list(held.values()))
         wanted = [index for index, step in enumerate(steps) if step.tier is not None]
-        if self._arena.owing_count and not self._arena.has_room(len(wanted), now):
+        if self._arena.owing_count and not self._arena.has_room(len(wanted)):
             self._arena.pool.release(list(held.values()), now)
             self._demoter.keep_reserve(self.reserved + len(wanted))
             self._line[match.request_id] = match

@@ -24,19 +24,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from kvtier.cli.assemble import open_engine
 from kvtier.config import EngineSettings
-from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.checkpoint import Checkpoint, open_checkpoint
 from kvtier.engine.engine import Engine
 from kvtier.engine.linear import Linear
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import SamplingParams
+from kvtier.testing.reference import reference_model
 
 PREFILL_TOKENS, PROMPT_TOKENS, STEPS = 1024, 128, 32
 BATCHES = (1, 8, 16)
@@ -85,7 +86,7 @@ class Theirs:
     """``transformers`` on the same tensors."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.model = _reference(checkpoint.config, checkpoint.tensors())
+        self.model = reference_model(checkpoint.config, checkpoint.tensors())
 
     @torch.inference_mode()
     def prefill(self, prompt: list[int]) -> float:
@@ -105,30 +106,6 @@ class Theirs:
             token = out.logits[:, -1].argmax(-1, keepdim=True)
             token.tolist()
         return STEPS * len(prompts) / (time.perf_counter() - began)
-
-
-def _reference(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.rms_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="sdpa",
-        )
-    )
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected, unexpected
-    assert set(missing) <= {"lm_head.weight"}, missing
-    model.tie_weights()
-    return model.float().eval()
 
 
 def matmul_limit() -> float:
@@ -193,12 +170,9 @@ def measure(ours: Ours, theirs: Theirs, rounds: int, rng: random.Random) -> list
                 pair = (ours.prefill(text), theirs.prefill(text))
             if number:  # the first round warms both up
                 pairs.append(pair)
-        if batch:
-            share = outside_torch(
-                ours.engine, lambda batch=batch: ours.decode([prompt(PROMPT_TOKENS) for _ in range(batch)])
-            )  # type: ignore[misc]
-        else:
-            share = outside_torch(ours.engine, lambda: ours.prefill(prompt(PREFILL_TOKENS)))
+        texts = [prompt(PROMPT_TOKENS) for _ in range(batch)]
+        act = partial(ours.decode, texts) if batch else partial(ours.prefill, prompt(PREFILL_TOKENS))
+        share = outside_torch(ours.engine, act)
         mine, other = (statistics.median(each) for each in zip(*pairs, strict=True))
         rows.append(
             {

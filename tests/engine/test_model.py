@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.attention import STRIDE, Chunk
 from kvtier.engine.checkpoint import open_checkpoint
 from kvtier.engine.exactness import exact_tails, self_test, settle
 from kvtier.engine.model import LlamaModel, StepBatch
+from kvtier.testing.reference import reference_model
 
 from .conftest import RealModel
 from .tiny import GAP, GAP_PROMPTS, GAP_STEPS, make_gap_checkpoint, make_tiny_checkpoint, smallest_gap
@@ -29,30 +28,8 @@ def transformers_logits(
     config: ModelConfig, tensors: dict[str, torch.Tensor], tokens: list[int], rope: dict[str, object] | None = None
 ) -> torch.Tensor:
     """Float32 logits of ``LlamaForCausalLM`` with these weights, ``[tokens, vocab]``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_eps,
-            max_position_embeddings=config.max_positions,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(rope or {})},
-            tie_word_embeddings=config.tie_embeddings,
-        )
-        with torch.device("meta"):
-            model = LlamaForCausalLM._from_config(theirs, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
-        model.load_state_dict(
-            {**tensors, **({"lm_head.weight": tensors["model.embed_tokens.weight"]} if config.tie_embeddings else {})},
-            assign=True,
-        )
-        model.model.rotary_emb = type(model.model.rotary_emb)(theirs)
-        with torch.inference_mode():
-            logits: torch.Tensor = model.train(False)(torch.tensor([tokens])).logits[0]
+    with torch.inference_mode():
+        logits: torch.Tensor = reference_model(config, tensors, rope)(torch.tensor([tokens])).logits[0]
     return logits
 
 

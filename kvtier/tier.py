@@ -36,6 +36,8 @@ Answer = TypeVar("Answer", bound="tuple[Sequence[object], Sequence[object]]")
 
 REVIVE_SECONDS = 1.0
 """How often a degraded tier is tried."""
+SILENT_SECONDS = 2.0
+"""Nobody waits for a tier while one of its reads has been running for so long."""
 REFRESH_SECONDS = 60.0
 """A block's expiry is pushed back at most so often."""
 COMPLAIN_SECONDS = 10.0
@@ -99,6 +101,12 @@ class LowerTier(ABC):
     @property
     def usable(self) -> bool:
         return self.degraded is None
+
+    @property
+    def silent(self) -> str | None:
+        """Why nothing is read from the tier for now although nothing has failed: a read hangs. None where none does."""
+        seconds = self.workers.longest_load
+        return f"a read has not returned for {seconds:.0f} s" if seconds > SILENT_SECONDS else None
 
     @abstractmethod
     def places(self, addresses: Sequence[Address]) -> list[Slot | None]:

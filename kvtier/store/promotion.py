@@ -63,6 +63,10 @@ class Step:
 IN_DRAM = Step()
 
 
+def _answers(tier: LowerTier) -> bool:
+    return tier.usable and tier.silent is None
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """The usable prefix of a match, and why it ends where it does (None: it does not)."""
@@ -194,14 +198,17 @@ class Promoter:
         steps = [IN_DRAM] * len(resident)
         if None not in resident:
             return Walk(steps, resident, None)
-        known = [(tier, tier.places(addresses)) for tier in self._tiers if tier.usable and not tier.probes]
-        shared = [tier for tier in self._tiers if tier.usable and tier.probes]
+        answering = [tier for tier in self._tiers if _answers(tier)]
+        known = [(tier, tier.places(addresses)) for tier in answering if not tier.probes]
+        shared = [tier for tier in answering if tier.probes]
         for index in range(resident.index(None), len(steps)):
             if resident[index] is not None:
                 continue
             address = addresses[index]
             arrival = self.arriving.get(address)
             if arrival is not None and arrival.dropped is None:
+                if arrival.tier not in answering:
+                    return Walk(steps[:index], resident, missed(Reason.TIER_DEGRADED, arrival.tier.name))
                 steps[index] = Step(arrival=arrival)
                 continue
             tier: LowerTier | None = None
@@ -219,7 +226,7 @@ class Promoter:
 
     def _why(self, address: Address) -> Reason:
         why = self._history.why(address)
-        degraded = any(not tier.usable for tier in self._tiers)
+        degraded = not all(map(_answers, self._tiers))
         return Reason.TIER_DEGRADED if degraded and why in (Reason.NEVER_STORED, Reason.EVICTED) else why
 
     def _probe(self, match: TieredMatch, tier: LowerTier, index: int) -> None:

@@ -438,8 +438,8 @@ class TieredStore(Store):
         return [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]
 
     def health(self) -> dict[str, str]:
-        tiers = {tier.name: "ok" if tier.degraded is None else f"degraded: {tier.degraded}" for tier in self._tiers}
-        return {DRAM: "ok", **tiers}
+        wrong = {tier.name: tier.degraded or tier.silent for tier in self._tiers}
+        return {DRAM: "ok", **{name: "ok" if why is None else f"degraded: {why}" for name, why in wrong.items()}}
 
     def check_integrity(self) -> list[str]:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
@@ -37,6 +38,7 @@ class Workers:
         self._queues: tuple[deque[tuple[Job, Job | None]], ...] = tuple(deque() for _ in Urgency)
         self._changed = threading.Condition()
         self._running = 0
+        self._begun: dict[object, float] = {}
         self._saving = 0
         self._most_saving = max(1, threads - 1)
         self._closed = False
@@ -61,6 +63,13 @@ class Workers:
     @property
     def queued(self) -> int:
         return sum(len(queue) for queue in self._queues)
+
+    @property
+    def longest_load(self) -> float:
+        """Seconds for which the oldest load or prefetch that has not returned has been running; 0 where none runs."""
+        with self._changed:
+            now = time.monotonic()
+            return now - min(self._begun.values(), default=now)
 
     @property
     def idle(self) -> bool:
@@ -119,6 +128,10 @@ class Workers:
             self._run(job, urgency)
 
     def _run(self, job: Job, urgency: Urgency) -> None:
+        this = object()
+        if urgency is not Urgency.SAVE:
+            with self._changed:
+                self._begun[this] = time.monotonic()
         try:
             job()
         except Exception:  # noqa: BLE001 - a bug of ours must not take the thread, and with it the tier, down
@@ -126,5 +139,6 @@ class Workers:
         finally:
             with self._changed:
                 self._running -= 1
+                self._begun.pop(this, None)
                 self._saving -= urgency is Urgency.SAVE and bool(self._threads)
                 self._changed.notify_all()

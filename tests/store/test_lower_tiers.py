@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvtier.config import WriteMode
 from kvtier.errors import MediumFull, MediumUnavailable
 from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
-from kvtier.testing.faults import Faulty
+from kvtier.testing.faults import Faulty, Stuck
 from kvtier.tier import SlotTier
 
 from .builders import Bench, chain, make_bench
@@ -188,3 +189,36 @@ def test_a_frame_that_lies_about_its_place_in_the_chain_is_not_believed() -> Non
     assert bench.store.explain("r")[1].reason is Reason.SUM_FAILED
     bench.save(chain(2, 8))
     bench.idle()
+
+
+def test_a_tier_whose_reads_hang_delays_no_request_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing failed, so nothing was degraded: every request waited to its deadline, and took more of DRAM with it."""
+    monkeypatch.setattr("kvtier.tier.SILENT_SECONDS", 0.05)
+    stuck = Stuck("read")
+    stuck.active = False
+    bench = make_bench(nvme=tmp_path / "n", nvme_fault=stuck)
+    keys, other = chain(1, 3), chain(2, 3)
+    bench.save(keys)
+    bench.save(other)
+    bench.empty_dram()
+    stuck.active = True
+    first = bench.store.match("first", keys)
+    assert first.pending
+    reading = threading.Thread(target=bench.workers[1].run_one)
+    reading.start()
+    assert stuck.entered.wait(10)
+    time.sleep(0.1)
+    for request, wanted in (("same", keys), ("other", other)):
+        match = bench.store.match(request, wanted)
+        assert not match.pending
+        assert match.blocks[0].reason is Reason.TIER_DEGRADED
+        match.release()
+    assert "not returned" in bench.store.health()["nvme"]
+    stuck.release()
+    reading.join(10)
+    assert bench.store.health()["nvme"] == "ok"
+    first.release()
+    assert bench.load(keys, "after") == 3
+    assert bench.load(other, "after too") == 3

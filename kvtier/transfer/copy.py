@@ -218,7 +218,13 @@ class _Framer:
     def frame(self, header: FrameHeader, source: memoryview, page: memoryview, room: memoryview) -> Iovec:
         raw = source[: header.raw_bytes]
         if self._codec.number == 0:
-            header = header if self._summer is PLAIN else replace(header, stored=self._summer.of(raw))
+            stored = header.content if self._summer is PLAIN else self._summer.of(raw)
+            if (header.codec, header.payload_bytes, header.stored) != (
+                0,
+                header.raw_bytes,
+                stored,
+            ):  # from another tier
+                header = replace(header, codec=0, payload_bytes=header.raw_bytes, stored=stored)
             payload = self.padded(source, header.raw_bytes)
         else:
             used = self._codec.encode(raw, room)

@@ -222,3 +222,23 @@ def test_a_tier_whose_reads_hang_delays_no_request_after_the_first(
     first.release()
     assert bench.load(keys, "after") == 3
     assert bench.load(other, "after too") == 3
+
+
+@pytest.mark.parametrize(("codec", "auth_key"), [("raw", None), ("shuffle+lz4", None), ("raw", b"k" * 32)])
+def test_blocks_from_a_tier_with_a_codec_or_a_key_of_its_own_prove_in_the_tier_above(
+    tmp_path: Path, codec: str, auth_key: bytes | None
+) -> None:
+    """Their headers went on to NVMe as they had come: another codec, length and sum, so that none proved there."""
+    shared = MemoryMedium()
+    shared.auth_key = auth_key
+    bench = make_bench(nvme=tmp_path / "n", shared=shared, codec=codec)
+    keys = chain(1, 4)
+    bench.save(keys)
+    bench.empty_dram()
+    assert bench.store.empty("nvme") == 4
+    assert bench.load(keys) == 4
+    assert [block.tier for block in bench.store.explain("r")] == ["shared"] * 4
+    bench.empty_dram()
+    assert bench.load(keys, "again") == 4
+    assert [block.tier for block in bench.store.explain("again")] == ["nvme"] * 4
+    assert bench.metrics.value("kvtier_tier_sum_failures_total", tier="nvme") == 0

@@ -153,13 +153,13 @@ def slot_file(directory: Path) -> Path:
 
 
 def flip(file: Path) -> None:
-    """A byte in the payload of every slot."""
+    """A byte in the payload of every slot: the exponent of a key, which changes what nearly every prompt gives."""
     with file.open("r+b") as opened:
         for start in range(0, file.stat().st_size - STRIDE + 1, STRIDE):
-            opened.seek(start + PAGE + 1000)
+            opened.seek(start + PAGE + 1001)
             byte = opened.read(1)
-            opened.seek(start + PAGE + 1000)
-            opened.write(bytes([byte[0] ^ 0x10]))
+            opened.seek(start + PAGE + 1001)
+            opened.write(bytes([byte[0] ^ 0x40]))
         opened.flush()
         os.fsync(opened.fileno())
 

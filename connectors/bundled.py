@@ -114,7 +114,8 @@ class BundledWorker(WorkerConnector):
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Blocks are proven whole, so the first layer waits for all of them and the others find them there."""
-        for load, transfer in self._loads:
+        loads, self._loads = self._loads, []
+        for load, transfer in loads:
             wait([transfer], START_SECONDS)
             if transfer.cancel():  # nothing has been copied yet; what has begun is a memory copy, and ends
                 self._failed.update(load.slots)
@@ -122,7 +123,6 @@ class BundledWorker(WorkerConnector):
             outcomes = transfer.result()
             self._failed.update(slot for slot, outcome in zip(load.slots, outcomes, strict=True) if not outcome.done)
             self._loaded.append(load.request_id)
-        self._loads.clear()
 
     def save_kv_layer(self, layer: int) -> None:
         """Nothing: a block is one contiguous copy of all layers, made after the step."""
@@ -130,7 +130,12 @@ class BundledWorker(WorkerConnector):
     def wait_for_save(self, plan: StepPlan, after: Fence | None = None) -> None:
         hbm = self._registered()
         for save in plan.saves:
-            transfer = self._store.save(save.span, SlotRange(hbm, save.slots), after)
+            try:
+                transfer = self._store.save(save.span, SlotRange(hbm, save.slots), after)
+            except Exception:  # noqa: BLE001 - the slots of a save that never began must not stay held
+                _log.exception("a save could not begin")
+                self._saved.append((save.request_id, save.slots))
+                continue
             transfer.add_done_callback(partial(self._note_saved, save))
 
     def _note_saved(self, save: SavePlan, transfer: Transfer) -> None:

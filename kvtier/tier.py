@@ -316,9 +316,9 @@ class SlotTier(LowerTier):
         self._recover()
 
     def _recover(self) -> None:
-        """Adopt the journal's rows, coldest first, so that eviction goes on where it stopped."""
+        """Adopt the journal's rows, coldest first, so that eviction goes on where it stopped. Of two for a block the later."""
         records = sorted(self._slots.journal.load(), key=lambda record: (record.used, -record.depth))
-        for record in records:
+        for record in {record.address: record for record in records}.values():
             meta = EntryMeta(record.parent if record.depth else None, record.depth, tenant=record.tenant)
             self.pool.adopt(Slot(record.slot), record.address, meta, 0.0)
         self.pool.adopted()
@@ -529,7 +529,8 @@ class KeyTier(LowerTier):
 
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         """The server evicts by itself; what lives is the TTL of the whole prefix, pushed back once a minute at most."""
-        due = [a for a in addresses if now - self._refreshed.get(a, -REFRESH_SECONDS) >= REFRESH_SECONDS]
+        every = min(REFRESH_SECONDS, self._names.ttl / 4)
+        due = [a for a in addresses if now - self._refreshed.get(a, -every) >= every]
         self._refreshed.update(dict.fromkeys(due, now))
         _trim(self._refreshed, MOST_KNOWN)
         return due

@@ -97,6 +97,7 @@ class RedisMedium(KeyMedium):
 
     def __init__(self, where: str, make: Callable[[], Any], params: Params) -> None:
         self._where = where
+        self.ttl = params.ttl
         self._ttl_ms = int(params.ttl * 1000)
         self._timeout = params.timeout
         self._scripts = params.scripts

@@ -8,6 +8,7 @@ its neighbours. A medium that cannot be reached at all may raise ``MediumError``
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,9 @@ class PersistentSlotMedium(SlotMedium):
 
 class KeyMedium(Medium):
     """A place per name. Names outlive the process and are shared by whoever reaches the medium."""
+
+    ttl: float = math.inf
+    """Seconds after which a value goes that nobody wrote or touched."""
 
     @abstractmethod
     def probe(self, names: Sequence[Address]) -> int:

@@ -110,6 +110,7 @@ class Promoter:
         self._half = max(1, arena.pool.capacity // 2)
         self._batch = max(1, BATCH_BYTES // geometry.block_bytes)
         self._line: OrderedDict[str, TieredMatch] = OrderedDict()
+        self._moving = False
         self._hit = {name: BlockFound(Found.HIT, name) for name in [DRAM, *(tier.name for tier in tiers)]}
         self._coming = {tier.name: BlockFound(Found.PENDING, tier.name) for tier in tiers}
 
@@ -155,6 +156,7 @@ class Promoter:
             match.settled = True
             self._miss_pending(match)
             self._history.tell(match.request_id, match.found)
+        self._move_line()
 
     def note_gone(self, gone: Sequence[Gone]) -> None:
         """Blocks were evicted from DRAM."""
@@ -162,6 +164,20 @@ class Promoter:
             self._history.went([one.address], Reason.DECLINED if one.declined and self._tiers else Reason.EVICTED)
         if gone:
             self._dram.evicted(Reason.EVICTED, len(gone))
+
+    def _move_line(self) -> None:
+        """Room may have come free: let whoever is first in line try, and the next one if that one goes."""
+        if self._moving:
+            return
+        self._moving = True
+        try:
+            while self._line:
+                first = next(iter(self._line.values()))
+                self.advance(first)
+                if next(iter(self._line.values()), None) is first:
+                    break
+        finally:
+            self._moving = False
 
     def _is_first(self, match: TieredMatch) -> bool:
         return next(iter(self._line), match.request_id) == match.request_id
@@ -390,6 +406,7 @@ class Promoter:
         match.seconds = self._gate.seconds(DRAM, hits * self._geometry.block_bytes)
         self._history.tell(match.request_id, match.found)
         self._count(match.found)
+        self._move_line()
 
     def _count(self, blocks: Sequence[BlockFound]) -> None:
         given: dict[str, int] = {}

@@ -238,6 +238,11 @@ class _FaultyJournal(Journal):
 
 
 class FaultyNames(_Faults, KeyMedium):
+    @property
+    def ttl(self) -> float:  # type: ignore[override]  # as the wrapped one has it
+        inner: KeyMedium = self._inner
+        return inner.ttl
+
     def probe(self, names: Sequence[Address]) -> int:
         self._fault.before("probe")
         return int(self._inner.probe(names))

@@ -215,7 +215,7 @@ def test_a_request_takes_at_most_half_of_dram_and_others_wait_their_turn(tmp_pat
     assert second.pending, "its turn comes when the first is scheduled"
     transfer = bench.store.load(first, SlotRange(bench.memory, range(4)))
     bench.turn()
-    assert transfer.done() and second.pending
+    assert transfer.done()
     bench.turn()
     assert not second.pending and second.hits == 3
     second.release()
@@ -452,3 +452,18 @@ def test_drain_does_not_wait_for_a_tier_that_is_out_of_use(tmp_path: Path) -> No
     assert bench.workers[2].queued, "it is to be tried again"
     assert bench.store.drain(0.0)
     assert bench.arena.owing_count == 0
+
+
+def test_room_that_comes_free_goes_to_the_next_in_line_without_being_asked(tmp_path: Path) -> None:
+    bench = make_bench(dram=8, nvme=tmp_path / "n")
+    long, short = chain(1, 4), chain(2, 3)
+    bench.save(long)
+    bench.save(short)
+    bench.empty_dram()
+    first, second = bench.store.match("first", long), bench.store.match("second", short)
+    bench.turn()
+    first.release()
+    bench.turn()
+    assert second.hits == 3, "nobody has asked for it again"
+    second.release()
+    bench.idle()

@@ -109,8 +109,9 @@ def test_mypy_sees_a_type_error_behind_the_links(name: str, tmp_path: Path) -> N
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     (checkout / "kvtier").mkdir()
-    (checkout / "tests").mkdir()
-    (checkout / "tests" / "test_nothing.py").touch()
+    for folder in ("tests", "benchmarks"):
+        (checkout / folder).mkdir()
+        (checkout / folder / f"{folder}_nothing.py").touch()
     shutil.copy(ROOT / "pyproject.toml", checkout)
     (checkout / "kvtier" / "__init__.py").touch()
     for each in LINKED:

@@ -16,7 +16,7 @@ from kvtier.config import WriteMode
 from kvtier.key import Address
 from kvtier.pool import Slot
 from kvtier.store.arena import Arena, entry_meta
-from kvtier.tier import LowerTier, Parcel
+from kvtier.tier.lower import LowerTier, Parcel
 from kvtier.transfer.workers import Urgency
 
 BATCH_BYTES = 32 << 20

@@ -22,7 +22,9 @@ from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
 from kvtier.store.promotion import DRAM
 from kvtier.store.store import TieredStore
-from kvtier.tier import KeyTier, LowerTier, SlotTier
+from kvtier.tier.key import KeyTier
+from kvtier.tier.lower import LowerTier
+from kvtier.tier.slot import SlotTier
 from kvtier.transfer.workers import Workers
 from kvtier.url import TierUrl
 

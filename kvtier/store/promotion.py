@@ -30,7 +30,7 @@ from kvtier.store.demotion import Demoter
 from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, runs
 from kvtier.store.match import TieredMatch, missed
-from kvtier.tier import LowerTier
+from kvtier.tier.lower import LowerTier
 from kvtier.transfer.workers import Urgency
 
 BATCH_BYTES = 16 << 20

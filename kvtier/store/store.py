@@ -30,7 +30,7 @@ from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, LoadTiming
 from kvtier.store.match import TieredMatch, missed
 from kvtier.store.promotion import DRAM, Promoter
-from kvtier.tier import LowerTier
+from kvtier.tier.lower import LowerTier
 from kvtier.transfer.copy import load_blocks, save_blocks
 from kvtier.transfer.workers import Urgency, Workers
 

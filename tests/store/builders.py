@@ -24,7 +24,9 @@ from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
 from kvtier.store.store import TieredStore
 from kvtier.testing.faults import Fault, wrapped
-from kvtier.tier import KeyTier, LowerTier, SlotTier
+from kvtier.tier.key import KeyTier
+from kvtier.tier.lower import LowerTier
+from kvtier.tier.slot import SlotTier
 from kvtier.transfer.workers import Workers
 
 LAYOUT = Layout((CacheGroup(GroupKind.GQA, 2, 2, 16, "bf16"),), 16)

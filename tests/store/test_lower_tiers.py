@@ -18,7 +18,7 @@ from kvtier.errors import MediumFull, MediumUnavailable
 from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.testing.faults import Faulty, Stuck
-from kvtier.tier import SlotTier
+from kvtier.tier.slot import SlotTier
 
 from .builders import Bench, chain, make_bench
 
@@ -195,7 +195,7 @@ def test_a_tier_whose_reads_hang_delays_no_request_after_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing failed, so nothing was degraded: every request waited to its deadline, and took more of DRAM with it."""
-    monkeypatch.setattr("kvtier.tier.SILENT_SECONDS", 0.05)
+    monkeypatch.setattr("kvtier.tier.lower.SILENT_SECONDS", 0.05)
     stuck = Stuck("read")
     stuck.active = False
     bench = make_bench(nvme=tmp_path / "n", nvme_fault=stuck)

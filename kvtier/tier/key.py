@@ -1,0 +1,126 @@
+"""A key-addressed medium below DRAM, shared with others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvtier.abc.codec import Codec
+from kvtier.abc.medium import KeyMedium, Outcome
+from kvtier.codec.frame import Asked, FrameHeader
+from kvtier.config import TierOptions
+from kvtier.key import Address
+from kvtier.metrics import TierMetrics
+from kvtier.pool import Slot
+from kvtier.tier.lower import LowerTier, Parcel
+from kvtier.transfer.copy import read_frames, write_frames
+from kvtier.transfer.workers import Workers
+
+T = TypeVar("T")
+
+REFRESH_SECONDS = 60.0
+"""A block's expiry is pushed back at most so often."""
+MOST_KNOWN = 1 << 18
+"""Names that a key tier remembers to have written or seen."""
+
+
+def _trim(oldest_first: OrderedDict[Address, T], most: int) -> None:
+    while len(oldest_first) > most:
+        oldest_first.popitem(last=False)
+
+
+class KeyTier(LowerTier):
+    """A place per name, shared with others: what is there only the medium knows, so presence is probed."""
+
+    probes = True
+
+    def __init__(
+        self,
+        name: str,
+        options: TierOptions,
+        medium: KeyMedium,
+        codec: Codec,
+        workers: Workers,
+        metrics: TierMetrics,
+        lock: threading.Lock,
+    ) -> None:
+        super().__init__(name, options, medium, codec, workers, metrics, lock)
+        self._names = medium
+        self._known: OrderedDict[Address, None] = OrderedDict()
+        self._refreshed: OrderedDict[Address, float] = OrderedDict()
+
+    def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
+        return [None] * len(addresses)
+
+    def holds(self, address: Address) -> bool:
+        return address in self._known
+
+    def forget(self, addresses: Sequence[Address]) -> None:
+        for address in addresses:
+            self._known.pop(address, None)
+
+    def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
+        """The server evicts by itself; what lives is the TTL of the whole prefix, pushed back once a minute at most."""
+        every = min(REFRESH_SECONDS, self._names.ttl / 4)
+        due = [a for a in addresses if now - self._refreshed.get(a, -every) >= every]
+        self._refreshed.update(dict.fromkeys(due, now))
+        _trim(self._refreshed, MOST_KNOWN)
+        return due
+
+    def empty(self) -> int:
+        entries = list(self._names.scan())
+        with self._lock:
+            self.forget(entries)
+        self.delete(entries)
+        return len(entries)
+
+    def _returned(self) -> None:
+        with self._lock:
+            self._known.clear()
+            self._refreshed.clear()
+
+    def _note(self, addresses: Sequence[Address]) -> None:
+        with self._lock:
+            self._known.update(dict.fromkeys(addresses))
+            _trim(self._known, MOST_KNOWN)
+
+    def _probe(self, addresses: Sequence[Address]) -> int:
+        present = self._names.probe(addresses)
+        self._note(addresses[:present])
+        with self._lock:
+            self.forget(addresses[present:])  # what follows the first gap may be gone as well: it is written again
+        return present
+
+    def _fetch(
+        self, addresses: Sequence[Address], views: Sequence[memoryview], asked: Sequence[Asked]
+    ) -> tuple[list[Outcome], list[FrameHeader | None]]:
+        return read_frames(self._names, addresses, views, asked, self._codec, now=time.time())
+
+    def _put(self, parcels: Sequence[Parcel]) -> list[Outcome]:
+        addresses = [parcel.address for parcel in parcels]
+        outcomes = write_frames(
+            self._names, addresses, [p.view for p in parcels], [p.header for p in parcels], self._codec
+        )
+        self._note([a for a, outcome in zip(addresses, outcomes, strict=True) if outcome.done])
+        return outcomes
+
+    def _delete(self, addresses: Sequence[Address]) -> None:
+        self._names.delete(addresses)
+
+    def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
+        with self._lock:
+            self.forget(addresses)
+        if corrupt:  # what only could not be read now may be good, for us later and for others at once
+            self._delete(corrupt)
+
+    def _refresh(self, addresses: Sequence[Address]) -> None:
+        self._names.touch(addresses)
+
+    def _ping(self) -> None:
+        self._names.ping()
+
+    def _remember(self, identity: bytes, text: str) -> None:
+        self._names.remember("identity", identity, text)

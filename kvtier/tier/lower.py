@@ -1,0 +1,278 @@
+"""A tier below DRAM: a medium with a write mode, an index of what it holds, a state of health and its numbers.
+
+``places``, ``holds`` and ``forget`` are called under the store's lock and answer from memory. ``probe``, ``fetch``, ``put``,
+``delete``, ``refresh`` and ``revive`` are called from transfer threads without it, may block, and take it for the moments in
+which state changes. A medium's failure never leaves this room: it becomes outcomes, a reason and a metric.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier.abc.codec import Codec
+from kvtier.abc.medium import Medium, Outcome, Status
+from kvtier.abc.policy import EntryMeta
+from kvtier.abc.store import Reason
+from kvtier.codec.frame import Asked, FrameHeader
+from kvtier.config import TierOptions
+from kvtier.errors import KvtierError, MediumError, MediumFull
+from kvtier.key import Address
+from kvtier.metrics import TierMetrics
+from kvtier.pool import Slot
+from kvtier.transfer.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Answer = TypeVar("Answer", bound="tuple[Sequence[object], Sequence[object]]")
+
+REVIVE_SECONDS = 1.0
+"""How often a degraded tier is tried."""
+SILENT_SECONDS = 2.0
+"""Nobody waits for a tier while one of its reads has been running for so long."""
+COMPLAIN_SECONDS = 10.0
+
+
+def _whole(answer: Answer, count: int) -> Answer:
+    """An answer with an entry per item: a medium that gives more or fewer has said nothing of any."""
+    if any(len(part) != count for part in answer):
+        raise MediumError(f"the medium answered for {len(answer[0])} of {count} blocks")
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One block on its way down: its name, what a policy may know of it, what its frame says, and its bytes in DRAM."""
+
+    address: Address
+    meta: EntryMeta
+    header: FrameHeader
+    view: memoryview
+
+
+class LowerTier(ABC):
+    """What the store asks of every tier below DRAM."""
+
+    probes: bool
+    """Whether only the medium itself knows what is there."""
+
+    def __init__(
+        self,
+        name: str,
+        options: TierOptions,
+        medium: Medium,
+        codec: Codec,
+        workers: Workers,
+        metrics: TierMetrics,
+        lock: threading.Lock,
+    ) -> None:
+        self.name = name
+        self.write = options.write
+        self.workers = workers
+        self.metrics = metrics
+        self.degraded: str | None = None
+        self._codec = codec
+        self._lock = lock
+        self._tried = 0.0
+        self._complained: dict[str, float] = {}
+        self._medium = medium
+
+    @property
+    def medium(self) -> Medium:
+        return self._medium
+
+    @property
+    def usable(self) -> bool:
+        return self.degraded is None
+
+    @property
+    def silent(self) -> str | None:
+        """Why nothing is read from the tier for now although nothing has failed: a read hangs. None where none does."""
+        seconds = self.workers.longest_load
+        return f"a read has not returned for {seconds:.0f} s" if seconds > SILENT_SECONDS else None
+
+    @abstractmethod
+    def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
+        """Per address the place where it is known to be; a tier that probes knows none."""
+
+    @abstractmethod
+    def holds(self, address: Address) -> bool:
+        """Whether the tier is believed to have the block, so that it need not be written."""
+
+    @abstractmethod
+    def forget(self, addresses: Sequence[Address]) -> None:
+        """Stop serving these at once; ``delete`` makes it so in the medium."""
+
+    @abstractmethod
+    def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
+        """Note a use of a chain (head first) for eviction; returns what ``refresh`` is to be called with now."""
+
+    def probe(self, addresses: Sequence[Address]) -> int:
+        """Length of the present prefix; 0 where the tier fails."""
+        return max(0, min(self._guarded("probe", lambda: int(self._probe(addresses)), 0), len(addresses)))
+
+    def fetch(
+        self, addresses: Sequence[Address], views: Sequence[memoryview], asked: Sequence[Asked]
+    ) -> tuple[list[Outcome], list[FrameHeader | None]]:
+        """Read blocks into DRAM views and prove them. Whatever did not prove or read is no longer held."""
+        start = time.perf_counter()
+        nothing: tuple[list[Outcome], list[FrameHeader | None]] = ([], [])
+        outcomes, headers = self._guarded(
+            "read", lambda: _whole(self._fetch(addresses, views, asked), len(addresses)), nothing
+        )
+        if not outcomes:
+            outcomes = [Outcome(Status.FAILED, 0, self.degraded or "read failed")] * len(addresses)
+            headers = [None] * len(addresses)
+        done = sum(outcome.done for outcome in outcomes)
+        corrupt = [a for a, outcome in zip(addresses, outcomes, strict=True) if outcome.status is Status.CORRUPT]
+        failed = [a for a, outcome in zip(addresses, outcomes, strict=True) if outcome.status is Status.FAILED]
+        if done:
+            nbytes = sum(one.raw_bytes for one, outcome in zip(asked, outcomes, strict=True) if outcome.done)
+            self.metrics.read(done, nbytes, time.perf_counter() - start)
+        if corrupt:
+            self.metrics.sum_failed(len(corrupt))
+            first = next(outcome for outcome in outcomes if outcome.status is Status.CORRUPT)
+            self._complain("sum", f"{len(corrupt)} blocks did not prove and are recomputed: {first.detail}")
+        if failed and self.usable:
+            self.metrics.failed("read", len(failed))
+            first = next(outcome for outcome in outcomes if outcome.status is Status.FAILED)
+            self._complain("read", f"{len(failed)} blocks could not be read and are recomputed: {first.detail}")
+        lost = [a for a, outcome in zip(addresses, outcomes, strict=True) if not outcome.done]
+        if lost and self.usable:
+            self._guarded("delete", lambda: self._lost(lost, corrupt), None)
+        return outcomes, headers
+
+    def put(self, parcels: Sequence[Parcel]) -> list[Outcome]:
+        """Write blocks. DONE means that the block would be found after a restart of this process."""
+        start = time.perf_counter()
+        nothing: list[Outcome] = []
+        outcomes = self._guarded("write", lambda: _whole((self._put(parcels), parcels), len(parcels))[0], nothing)
+        if not outcomes:
+            outcomes = [Outcome(Status.FAILED, 0, self.degraded or "write failed")] * len(parcels)
+        done = sum(outcome.done for outcome in outcomes)
+        if done:
+            nbytes = sum(p.header.raw_bytes for p, outcome in zip(parcels, outcomes, strict=True) if outcome.done)
+            self.metrics.written(done, nbytes, time.perf_counter() - start)
+        if done < len(outcomes):
+            self.metrics.save_dropped(Reason.SAVE_DROPPED, len(outcomes) - done)
+            if self.usable:
+                first = next(outcome for outcome in outcomes if not outcome.done)
+                self._complain("write", f"{len(outcomes) - done} blocks were not written: {first.detail}")
+        return outcomes
+
+    def delete(self, addresses: Sequence[Address]) -> None:
+        """Remove from the medium what ``forget`` has hidden."""
+        self._guarded("delete", lambda: self._delete(addresses), None)
+
+    def refresh(self, addresses: Sequence[Address]) -> None:
+        """Push back what would expire, or write recency down."""
+        self._guarded("touch", lambda: self._refresh(addresses), None)
+
+    def greet(self, identity: bytes, text: str) -> None:
+        """See at start that the medium answers, and leave a readable record of the identity. Raises ``MediumError``."""
+        self._ping()
+        self._remember(identity, text)
+
+    def revive(self) -> None:
+        """Try a degraded tier, at most every ``REVIVE_SECONDS``."""
+        if self.usable or time.monotonic() - self._tried < REVIVE_SECONDS:
+            return
+        self._tried = time.monotonic()
+        try:
+            self._ping()
+        except Exception as still:  # noqa: BLE001 - as in ``_guarded``
+            self.degraded = str(still) or type(still).__name__
+            return
+        self._returned()
+        self.degraded = None
+        self.metrics.set_degraded(False)
+        _log.warning("%s: back in use", self.name)
+
+    def degrade(self, why: str) -> None:
+        """Take the tier out of use until ``revive`` finds it well."""
+        self._tried = time.monotonic()
+        if self.usable:
+            _log.warning("%s: degraded, its blocks are misses until it is back: %s", self.name, why)
+        self.degraded = why
+        self.metrics.set_degraded(True)
+
+    def _returned(self) -> None:  # noqa: B027 - most tiers know as much as before
+        """The medium answers again, perhaps without what it had."""
+
+    @abstractmethod
+    def empty(self) -> int:
+        """Remove every block that nobody holds; how many."""
+
+    def drop_page_cache(self) -> None:  # noqa: B027 - most media use none
+        """Make the next reads come from the device where the medium goes through the page cache."""
+
+    def close(self) -> None:
+        self.workers.close()
+        self._medium.close()
+
+    def check(self) -> list[str]:
+        """Disagreements inside the tier, in words. Called under the store's lock."""
+        return []
+
+    def counts(self) -> dict[str, int]:
+        """Slots by state, where the tier has slots. Called under the store's lock."""
+        return {}
+
+    def _complain(self, about: str, text: str) -> None:
+        """Log at most once about the same in ``COMPLAIN_SECONDS``: a full disk fails every write, and the metrics count."""
+        now = time.monotonic()
+        with self._lock:
+            due = now - self._complained.get(about, now - COMPLAIN_SECONDS) >= COMPLAIN_SECONDS
+            if due:
+                self._complained[about] = now
+        if due:
+            _log.warning("%s: %s", self.name, text)
+
+    def _guarded(self, verb: str, act: Callable[[], T], otherwise: T) -> T:
+        if not self.usable:
+            return otherwise
+        try:
+            return act()
+        except MediumFull as full:
+            self.metrics.failed(verb)
+            self._complain(verb, f"{verb} failed: {full}")
+        except KvtierError as failed:
+            self.metrics.failed(verb)
+            self.degrade(str(failed))
+        except Exception as bug:  # noqa: BLE001 - a third party's medium may raise anything; the engine must not notice
+            self.metrics.failed(verb)
+            self.degrade(f"{type(bug).__name__}: {bug}")
+        return otherwise
+
+    @abstractmethod
+    def _probe(self, addresses: Sequence[Address]) -> int: ...
+
+    @abstractmethod
+    def _fetch(
+        self, addresses: Sequence[Address], views: Sequence[memoryview], asked: Sequence[Asked]
+    ) -> tuple[list[Outcome], list[FrameHeader | None]]: ...
+
+    @abstractmethod
+    def _put(self, parcels: Sequence[Parcel]) -> list[Outcome]: ...
+
+    @abstractmethod
+    def _delete(self, addresses: Sequence[Address]) -> None: ...
+
+    @abstractmethod
+    def _refresh(self, addresses: Sequence[Address]) -> None: ...
+
+    @abstractmethod
+    def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
+        """Stop serving blocks that did not come; ``corrupt`` are those of them whose bytes came and did not prove."""
+
+    @abstractmethod
+    def _ping(self) -> None: ...
+
+    @abstractmethod
+    def _remember(self, identity: bytes, text: str) -> None: ...

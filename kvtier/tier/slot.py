@@ -1,0 +1,231 @@
+"""A persistent slot medium below DRAM."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtier.abc.codec import Codec
+from kvtier.abc.medium import Outcome, PersistentSlotMedium, Record, Status
+from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.abc.store import Reason
+from kvtier.codec.frame import Asked, FrameHeader
+from kvtier.config import TierOptions
+from kvtier.key import Address
+from kvtier.metrics import TierMetrics
+from kvtier.pool import BlockPool, Slot
+from kvtier.tier.lower import LowerTier, Parcel
+from kvtier.transfer.copy import read_frames, write_frames
+from kvtier.transfer.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+
+class SlotTier(LowerTier):
+    """A persistent slot medium: the pool over it is its index, the journal makes the pool outlive the process."""
+
+    probes = False
+
+    def __init__(
+        self,
+        name: str,
+        options: TierOptions,
+        medium: PersistentSlotMedium,
+        codec: Codec,
+        workers: Workers,
+        metrics: TierMetrics,
+        lock: threading.Lock,
+        policy: EvictionPolicy,
+    ) -> None:
+        super().__init__(name, options, medium, codec, workers, metrics, lock)
+        self._slots = medium
+        self.pool = BlockPool(medium.slots, policy)
+        self._used: dict[Slot, float] = {}
+        self._leaving: list[Slot] = []
+        """Out of the index, and free as soon as the journal has deleted their rows."""
+        self._quarantined: list[Slot] = []
+        self._most_quarantined = max(1, medium.slots // 100)
+        self._recover()
+
+    def _recover(self) -> None:
+        """Adopt the journal's rows, coldest first, so that eviction goes on where it stopped. Of two for a block the later."""
+        records = sorted(self._slots.journal.load(), key=lambda record: (record.used, -record.depth))
+        for record in {record.address: record for record in records}.values():
+            meta = EntryMeta(record.parent if record.depth else None, record.depth, tenant=record.tenant)
+            self.pool.adopt(Slot(record.slot), record.address, meta, 0.0)
+        self.pool.adopted()
+
+    def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
+        return self.pool.places(addresses)
+
+    def holds(self, address: Address) -> bool:
+        return self.pool.slot(address) is not None
+
+    def forget(self, addresses: Sequence[Address]) -> None:
+        self._leaving += self._retired(addresses)
+
+    def _retired(self, addresses: Sequence[Address]) -> list[Slot]:
+        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        for slot in slots:
+            self.pool.retire(slot, evicted=False)
+            self._used.pop(slot, None)
+        return slots
+
+    def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
+        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        self.pool.touch(slots, now)
+        self._used.update(dict.fromkeys(slots, time.time()))
+        return ()  # recency is written down now and then, for all
+
+    def check(self) -> list[str]:
+        found = self.pool.check()
+        kept = len(self._leaving) + len(self._quarantined)
+        if self.workers.idle and self.pool.retiring != kept:
+            found.append(f"{self.pool.retiring} slots are retiring, {kept} have a reason to")
+        return found
+
+    def empty(self) -> int:
+        with self._lock:
+            entries = [entry for entry in self.pool.entries() if not self._referenced(entry)]
+            self.forget(entries)
+        self.delete(entries)
+        return len(entries)
+
+    def drop_page_cache(self) -> None:
+        if self._slots.io == "buffered":
+            self._slots.drop_page_cache()
+
+    def _referenced(self, entry: Address) -> bool:
+        slot = self.pool.slot(entry)
+        return slot is not None and self.pool.references(slot) > 0
+
+    def counts(self) -> dict[str, int]:
+        pool = self.pool
+        return {"free": pool.free, "writing": pool.writing, "ready": pool.ready, "retiring": pool.retiring}
+
+    def _probe(self, addresses: Sequence[Address]) -> int:
+        with self._lock:
+            return len(self.pool.lookup(addresses))
+
+    def _fetch(
+        self, addresses: Sequence[Address], views: Sequence[memoryview], asked: Sequence[Asked]
+    ) -> tuple[list[Outcome], list[FrameHeader | None]]:
+        with self._lock:
+            found = self.pool.places(addresses)
+            at = [index for index, slot in enumerate(found) if slot is not None]
+            slots = [slot for slot in found if slot is not None]
+            self.pool.acquire(slots)
+        outcomes = [Outcome(Status.ABSENT)] * len(addresses)
+        headers: list[FrameHeader | None] = [None] * len(addresses)
+        try:
+            read, seen = read_frames(
+                self._slots, slots, [views[i] for i in at], [asked[i] for i in at], self._codec, now=time.time()
+            )
+            for index, outcome, header in zip(at, read, seen, strict=True):
+                outcomes[index], headers[index] = outcome, header
+        finally:
+            with self._lock:
+                self.pool.release(slots, 0.0)
+        return outcomes, headers
+
+    def _put(self, parcels: Sequence[Parcel]) -> list[Outcome]:
+        outcomes = [Outcome(Status.DONE)] * len(parcels)
+        with self._lock:
+            new = [index for index, parcel in enumerate(parcels) if not self.holds(parcel.address)]
+        slots = self._make_room(len(new))
+        for index in new[len(slots) :]:
+            outcomes[index] = Outcome(Status.FAILED, 0, "no slot that may be evicted")
+        kept: list[tuple[Slot, Parcel]] = []
+        try:
+            chosen = [parcels[index] for index in new[: len(slots)]]
+            written = write_frames(
+                self._slots, slots, [p.view for p in chosen], [p.header for p in chosen], self._codec
+            )
+            for index, slot, parcel, outcome in zip(new, slots, chosen, written, strict=False):
+                outcomes[index] = outcome
+                if outcome.done:
+                    kept.append((slot, parcel))
+            self._slots.journal.commit([self._record(slot, parcel) for slot, parcel in kept], [])
+            with self._lock:
+                now = time.monotonic()
+                for slot, parcel in reversed(kept):
+                    self.pool.commit(slot, parcel.address, parcel.meta, now)
+        finally:
+            with self._lock:
+                self.pool.release(slots, 0.0)
+        return outcomes
+
+    def _record(self, slot: Slot, parcel: Parcel) -> Record:
+        header = parcel.header
+        parent = Address(header.parent + header.shard.packed())
+        return Record(slot, parcel.address, parent, header.depth, header.tenant, time.time(), header.expires_at)
+
+    def _make_room(self, count: int) -> list[Slot]:
+        """Up to ``count`` slots to write to. A slot is reused only after its delete is committed."""
+        with self._lock:
+            victims = self.pool.victims(max(0, count - self.pool.free), 0.0, fewer=True) or []
+            for slot in victims:
+                self.pool.retire(slot, evicted=True)
+                self._used.pop(slot, None)
+            self._leaving += victims
+            leaving = bool(self._leaving)
+        if victims:
+            self.metrics.evicted(Reason.EVICTED, len(victims))
+        if leaving:
+            self._let_go()
+        with self._lock:
+            got = self.pool.allocate(min(count, self.pool.free), 0.0, evict=False)
+            return got.slots if got is not None else []
+
+    def _delete(self, addresses: Sequence[Address]) -> None:
+        del addresses  # whatever ``forget`` has taken out of the index goes
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what has left the index, once its rows are deleted; what cannot be deleted now is tried again."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        try:
+            self._slots.journal.commit([], leaving)
+        except BaseException:
+            with self._lock:
+                self._leaving += leaving
+            raise
+        with self._lock:
+            self.pool.release(leaving, 0.0)
+
+    def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
+        """The slots of what did not prove or read stay out of use while that is affordable."""
+        del corrupt
+        with self._lock:
+            slots = self._retired(addresses)
+        try:
+            self._slots.journal.commit([], slots)
+        except BaseException:
+            with self._lock:
+                self._leaving += slots
+            raise
+        with self._lock:
+            self._quarantined += slots
+            freed, self._quarantined = (
+                self._quarantined[: -self._most_quarantined],
+                self._quarantined[-self._most_quarantined :],
+            )
+            self.pool.release(freed, 0.0)
+
+    def _refresh(self, addresses: Sequence[Address]) -> None:
+        with self._lock:
+            used, self._used = self._used, {}
+            leaving = bool(self._leaving)
+        if used:
+            self._slots.journal.touch(used.items())
+        if leaving:
+            self._let_go()
+
+    def _ping(self) -> None:
+        self._let_go()
+
+    def _remember(self, identity: bytes, text: str) -> None:
+        self._slots.remember("identity", identity, text)

@@ -128,9 +128,6 @@ class BlockPool:
     def references(self, slot: Slot) -> int:
         return int(self._refs[slot])
 
-    def has_children(self, slot: Slot) -> bool:
-        return self._child[slot] != NONE
-
     def allocate(self, count: int, now: float, *, evict: bool = True) -> Allocation | None:
         """``count`` WRITING slots with one reference each, evicting where the free list does not suffice; else None."""
         evicted: list[Address] = []

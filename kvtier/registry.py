@@ -72,11 +72,6 @@ def plan_tier(url: TierUrl) -> TierPlan:
     return TierPlan(url, options, factory, params)
 
 
-def open_medium(url: TierUrl, context: MediumContext) -> Medium:
-    """The medium of a tier's URL, open. Raises ``ConfigError`` or ``MediumError``."""
-    return plan_tier(url).open(context)
-
-
 def connector_class(name: str) -> Any:  # noqa: ANN401 - connectors are built by each engine in its own way
     """The connector of that name. Raises ``ConfigError`` where none is installed or it cannot be imported."""
     return _loaded(CONNECTORS, name, "connector")

@@ -125,8 +125,10 @@ def test_orphans_find_their_parent_when_it_comes_back() -> None:
     assert pool.lookup(chain) == [] and not pool.check()
     back = pool.allocate(1, 2.0)
     assert back is not None and pool.commit(back.slots[0], chain[0], EntryMeta(), 2.0)
-    assert pool.has_children(back.slots[0])
     assert len(pool.lookup(chain)) == 3 and not pool.check()
+    pool.release(back.slots, 2.0)
+    pool.touch(slots[1:], 3.0)
+    assert pool.victims(1, 4.0) == [slots[2]], "the coldest has its descendants under it again"
 
 
 def test_states_always_add_up_under_random_use() -> None:

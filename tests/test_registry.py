@@ -12,7 +12,7 @@ import pytest
 from kvtier.abc.medium import MediumContext
 from kvtier.config import TierUrl, WriteMode
 from kvtier.errors import ConfigError
-from kvtier.registry import BACKENDS, connector_class, installed, open_medium, plan_tier
+from kvtier.registry import BACKENDS, connector_class, installed, plan_tier
 
 THIRD_PARTY = """
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def test_a_third_party_adds_a_scheme_without_touching_us(site: Path) -> None:
     url = TierUrl.parse("shelf:///oak?capacity=4KiB&write=back")
     plan = plan_tier(url)
     assert plan.options.write is WriteMode.BACK
-    medium = open_medium(url, CONTEXT)
+    medium = plan.open(CONTEXT)
     assert vars(medium)["said"] == (url, plan.params, CONTEXT)
     assert plan.params.capacity == 4096
 

@@ -1,4 +1,4 @@
-"""Codecs by name and by the number that stands in frame headers."""
+"""Codecs by name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ def codec_names() -> list[str]:
 
 def codec_named(name: str) -> Codec:
     """Raises ``ConfigError`` that lists the known names. In a URL the plus sign may be a blank."""
-    return _found([codec for codec in _CODECS if codec.name == name.replace(" ", "+")], repr(name))
-
-
-def codec_numbered(number: int) -> Codec:
-    """Raises ``ConfigError`` that lists the known names."""
-    return _found([codec for codec in _CODECS if codec.number == number], f"number {number}")
-
-
-def _found(codecs: list[Codec], asked: str) -> Codec:
-    if not codecs:
-        raise ConfigError(f"unknown codec {asked}; known: {', '.join(codec_names())}")
-    return codecs[0]
+    for codec in _CODECS:
+        if codec.name == name.replace(" ", "+"):
+            return codec
+    raise ConfigError(f"unknown codec {name!r}; known: {', '.join(codec_names())}")

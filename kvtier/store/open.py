@@ -31,6 +31,8 @@ from kvtier.url import TierUrl
 _log = logging.getLogger(__name__)
 
 DRAM_THREADS = 2
+MOST_SAVES = 256
+"""Saves that may wait for a DRAM thread; one more is dropped."""
 
 
 def open_store(
@@ -69,7 +71,7 @@ def open_store(
             tier = _lower_tier(name, plan, medium, workers[-1], metrics, lock)
             lower.append(tier)
             _greet(tier, identity, require_all=require_all)
-        workers.append(Workers(DRAM, DRAM_THREADS, most_saves=256))
+        workers.append(Workers(DRAM, DRAM_THREADS, most_saves=MOST_SAVES))
         arena = Arena(dram, _policy(plans[0], dram.slots))
         return TieredStore(
             geometry,

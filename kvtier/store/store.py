@@ -43,10 +43,6 @@ RECENCY_SECONDS = 5.0
 """How often recency is written down in persistent tiers."""
 DRAIN_SECONDS = 0.5
 """How long a drain waits for one tier before it looks whether that is still in use."""
-MOST_SAVES = 256
-"""Saves that may wait for a thread; one more is dropped."""
-
-
 CLOSED = "the store is closed"
 
 

@@ -228,7 +228,7 @@ def nvme_ways(blocks: Blocks, workers: Executor, rng: random.Random, directory: 
 @contextmanager
 def redis_ways(blocks: Blocks, workers: Executor, server: ValkeyServer) -> Iterator[Ways]:
     params = RedisMedium.Params()
-    medium = RedisMedium.open(TierUrl.parse(server.url), params, MediumContext(blocks.block_bytes, time.time))
+    medium = RedisMedium.open(TierUrl.parse(server.url), params, MediumContext(blocks.block_bytes))
     pool = ThreadPoolExecutor(params.connections)
     sockets = [_socket(server.socket_path) for _ in range(params.connections)]
     limit_names = [b"lim:%042d" % i for i in range(BLOCKS)]

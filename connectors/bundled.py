@@ -99,7 +99,6 @@ class BundledWorker(WorkerConnector):
         self._hbm: SlotMedium | None = None
         self._loads: list[tuple[LoadPlan, Transfer]] = []
         self._saved: deque[tuple[str, tuple[int, ...]]] = deque()
-        self._loaded: list[str] = []
         self._failed: set[int] = set()
 
     def register_kv_caches(self, hbm: SlotMedium) -> None:
@@ -122,7 +121,6 @@ class BundledWorker(WorkerConnector):
                 continue
             outcomes = transfer.result()
             self._failed.update(slot for slot, outcome in zip(load.slots, outcomes, strict=True) if not outcome.done)
-            self._loaded.append(load.request_id)
 
     def save_kv_layer(self, layer: int) -> None:
         """Nothing: a block is one contiguous copy of all layers, made after the step."""
@@ -143,9 +141,7 @@ class BundledWorker(WorkerConnector):
         self._saved.append((save.request_id, save.slots))
 
     def get_finished(self) -> Finished:
-        saved = [self._saved.popleft() for _ in range(len(self._saved))]
-        loaded, self._loaded = self._loaded, []
-        return Finished(tuple(saved), tuple(loaded), frozenset(self._failed))
+        return Finished(tuple(self._saved.popleft() for _ in range(len(self._saved))))
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         return frozenset(self._failed)

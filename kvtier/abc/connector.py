@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.abc.medium import SlotMedium
 from kvtier.abc.store import Fence
@@ -46,13 +46,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Transfers that ended since the last time asked."""
+    """Saves that ended since the last time asked."""
 
     saved: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(request id, slots): these HBM slots may be reused."""
-    loaded: tuple[str, ...] = ()
-    failed_slots: frozenset[int] = field(default_factory=frozenset)
-    """Slots whose load failed: their blocks are to be computed."""
 
 
 class SchedulerConnector(ABC):
@@ -82,7 +79,7 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def update_connector_output(self, finished: Finished) -> None:
-        """What the worker half said of ended transfers, passed on by the engine."""
+        """What the worker half said of ended saves, passed on by the engine."""
 
     @abstractmethod
     def request_finished(self, request_id: str) -> bool:
@@ -114,7 +111,7 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def get_finished(self) -> Finished:
-        """What ended since the last call."""
+        """Saves that ended since the last call; of loads ``get_block_ids_with_load_errors`` tells."""
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> frozenset[int]:

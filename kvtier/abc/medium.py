@@ -187,8 +187,6 @@ class MediumContext:
 
     slot_bytes: int
     """Payload bytes of one block."""
-    clock: Callable[[], float]
-    """Wall-clock seconds."""
 
 
 class MediumFactory(Protocol):

@@ -138,8 +138,8 @@ class Store(ABC):
         """Start promoting what lies below DRAM, at lower urgency than any load."""
 
     @abstractmethod
-    def drop(self, keys: Span, reason: Reason) -> None:
-        """Forget blocks everywhere; from now on they miss for ``reason``."""
+    def drop(self, span: Span, reason: Reason) -> None:
+        """Forget the span's blocks everywhere; from now on they miss for ``reason``."""
 
     @abstractmethod
     def forget(self, request_id: str) -> None:

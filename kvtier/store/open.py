@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,7 +54,7 @@ def open_store(
     _check(plans)
     layout = identity.layout.shard(shard.tp_size, shard.group)
     geometry = Geometry(shard, layout.fingerprint(), layout.block_bytes, layout.block_tokens)
-    context = MediumContext(slot_bytes=geometry.block_bytes, clock=time.time)
+    context = MediumContext(slot_bytes=geometry.block_bytes)
     opened: list[Medium] = []
     workers: list[Workers] = []
     lock = threading.Lock()

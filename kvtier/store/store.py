@@ -325,8 +325,8 @@ class TieredStore(Store):
         """Slots that are neither free nor evictable for a while."""
         return self._promoter.reserved + sum(map(len, self._loading.values())) + len(self._saving)
 
-    def drop(self, keys: Span, reason: Reason) -> None:
-        addresses = self.geometry.addresses(keys)
+    def drop(self, span: Span, reason: Reason) -> None:
+        addresses = self.geometry.addresses(span)
         with self._lock:
             for address in addresses:
                 slot = self._arena.pool.slot(address)

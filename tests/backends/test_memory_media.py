@@ -20,7 +20,7 @@ from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.testing.media import KeyMediumSuite, SlotMediumSuite
 from kvtier.url import TierUrl
 
-CONTEXT = MediumContext(slot_bytes=100_000, clock=lambda: 0.0)
+CONTEXT = MediumContext(slot_bytes=100_000)
 
 
 class TestDram(SlotMediumSuite[DramMedium]):
@@ -65,7 +65,7 @@ class TestMemory(KeyMediumSuite[MemoryMedium]):
 
 def dram(capacity: int, slot_bytes: int = 100_000) -> SlotMedium:
     params = DramMedium.Params(capacity=Bytes(capacity))
-    return DramMedium.open(TierUrl.parse("dram://"), params, MediumContext(slot_bytes, lambda: 0.0))
+    return DramMedium.open(TierUrl.parse("dram://"), params, MediumContext(slot_bytes))
 
 
 def test_dram_slots_are_whole_aligned_pages() -> None:

@@ -37,7 +37,7 @@ RAW = RawCodec()
 
 def opened(directory: Path, capacity: int = 64 * MIB, block: int = BLOCK, **params: object) -> NvmeMedium:
     given = NvmeMedium.Params(capacity=Bytes(capacity), **params)  # type: ignore[arg-type]
-    return NvmeMedium.open(TierUrl.parse(f"nvme://{directory}"), given, MediumContext(block, lambda: 0.0))
+    return NvmeMedium.open(TierUrl.parse(f"nvme://{directory}"), given, MediumContext(block))
 
 
 def demoted(medium: NvmeMedium, batch: Batch, slots: list[int], used: float = 1.0) -> None:
@@ -328,7 +328,7 @@ def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
         NvmeMedium.open(
             TierUrl.parse("nvme://var/cache"),
             NvmeMedium.Params(capacity=Bytes(64 * MIB)),
-            MediumContext(BLOCK, lambda: 0.0),
+            MediumContext(BLOCK),
         )
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="nvme://"):

@@ -63,7 +63,7 @@ def behind(server: ValkeyServer) -> redis.Redis:
 def opened(url: str, **params: Any) -> RedisMedium:
     location = TierUrl.parse(url)
     given = build_params(RedisMedium.Params, {**location.params, **params}, "test")
-    medium = RedisMedium.open(location, given, MediumContext(1000, time.time))
+    medium = RedisMedium.open(location, given, MediumContext(1000))
     assert isinstance(medium, RedisMedium)
     return medium
 

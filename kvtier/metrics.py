@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 Label: TypeAlias = "str | enum.Enum"
 """A label's value; of an enum member, its name in lower case."""
@@ -44,7 +44,7 @@ class _Recorder:
         self._faults.inc()
         if not self._complained:
             self._complained = True
-            logger.warning("metric dropped in %s: %s (further ones are only counted)", method, wrong)
+            _log.warning("metric dropped in %s: %s (further ones are only counted)", method, wrong)
 
 
 def _never_raises(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:

@@ -22,13 +22,13 @@ class CircuitBreaker:
         *,
         first: float = 0.1,
         longest: float = 3.0,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._name = name
         self._first = first
         self._longest = longest
-        self._now = now
+        self._clock = clock
         self._chance = chance
         self._lock = threading.Lock()
         self._failures = 0
@@ -45,17 +45,17 @@ class CircuitBreaker:
         with self._lock:
             if not self._failures:
                 return
-            left = self._until - self._now()
+            left = self._until - self._clock()
             if left > 0:
                 raise MediumUnavailable(f"{self._name}: next try in {left:.1f} s; {self._why}")
-            self._until = self._now() + self._first * 2
+            self._until = self._clock() + self._first * 2
 
     def failed(self, error: Exception) -> None:
         with self._lock:
             pause = min(self._longest, self._first * 2.0 ** min(self._failures, 16))
             self._failures += 1
             self._why = str(error)
-            self._until = self._now() + pause * (0.5 + 0.5 * self._chance())
+            self._until = self._clock() + pause * (0.5 + 0.5 * self._chance())
 
     def succeeded(self) -> None:
         if self._failures:

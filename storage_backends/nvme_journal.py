@@ -43,13 +43,13 @@ class NvmeJournal(Journal):
     Thread-safe. ``fresh`` says that there was no usable database: whoever opens it fills it from the header pages.
     """
 
-    def __init__(self, path: Path, stride: int, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, stride: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._stride = stride
-        self._monotonic = monotonic
+        self._clock = clock
         self._lock = threading.Lock()
         self._touched: dict[int, float] = {}
-        self._flushed = monotonic()
+        self._flushed = clock()
         self.fresh = not path.exists()
         self.lost: str | None = None
         """Why an existing database could not be used."""
@@ -123,13 +123,13 @@ class NvmeJournal(Journal):
     def touch(self, used: Iterable[tuple[int, float]]) -> None:
         with self._lock:
             self._touched.update(used)
-            due = self._monotonic() - self._flushed >= _FLUSH_SECONDS
+            due = self._clock() - self._flushed >= _FLUSH_SECONDS
         if due:
             self.flush()
 
     def flush(self) -> None:
         """Write the recency that has been noted so far."""
-        self._flushed = self._monotonic()
+        self._flushed = self._clock()
         with self._lock:
             touched, self._touched = self._touched, {}
         rows = ((when, self._stride, slot) for slot, when in touched.items())

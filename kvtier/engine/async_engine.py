@@ -16,7 +16,7 @@ from kvtier.errors import RequestError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 STEP_SECONDS = 30.0
 """A step that has begun ends within this, even on a busy machine."""
@@ -103,8 +103,8 @@ class AsyncEngine:
         try:
             while self._turn():
                 pass
-        except Exception as error:
-            log.exception("a step failed; the engine stops")
+        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits for an answer is told
+            _log.exception("a step failed; the engine stops")
             self.fault = f"the engine stopped: {error!r}"
             self._call(self._fail_all)
 

@@ -17,13 +17,13 @@ class BlockCache:
     """Hands slots to sequences, publishes what they fill, and finds it again by prefix."""
 
     def __init__(
-        self, pool: BlockPool, block_tokens: int, block_bytes: int, now: Callable[[], float], *, reuse: bool = True
+        self, pool: BlockPool, block_tokens: int, block_bytes: int, clock: Callable[[], float], *, reuse: bool = True
     ) -> None:
         """``reuse=False`` keeps paging and forks but neither publishes nor finds blocks."""
         self.pool = pool
         self.block_tokens = block_tokens
         self._block_bytes = block_bytes
-        self._now = now
+        self._clock = clock
         self._reuse = reuse
 
     def blocks(self, tokens: int) -> int:
@@ -43,7 +43,7 @@ class BlockCache:
         """Hold a chain's READY slots for a sequence and note their use."""
         if slots:
             self.pool.acquire(slots)
-            self.pool.touch(slots, self._now())
+            self.pool.touch(slots, self._clock())
 
     def share(self, slots: Sequence[Slot]) -> None:
         """One more reference to slots that somebody holds."""
@@ -51,18 +51,18 @@ class BlockCache:
             self.pool.acquire(slots)
 
     def release(self, slots: Sequence[Slot]) -> None:
-        self.pool.release(slots, self._now())
+        self.pool.release(slots, self._clock())
 
     def allocate(self, count: int) -> list[Slot] | None:
         """``count`` slots for one sequence, or None where not so many can be had."""
-        got = self.pool.allocate(count, self._now())
+        got = self.pool.allocate(count, self._clock())
         return None if got is None else got.slots
 
     def free(self, sequence: TokenSequence) -> None:
         """Take back a sequence's references; what it published stays, to be found until it is evicted."""
         if sequence.slots:
-            self.pool.touch(sequence.slots, self._now())
-            self.pool.release(sequence.slots, self._now())
+            self.pool.touch(sequence.slots, self._clock())
+            self.pool.release(sequence.slots, self._clock())
         sequence.slots = []
         sequence.computed = sequence.committed = 0
         sequence.tail_shared = False
@@ -77,7 +77,7 @@ class BlockCache:
             return
         sequence.chain.extend(sequence.tokens)
         if self._reuse:
-            addresses, now = sequence.chain.addresses, self._now()
+            addresses, now = sequence.chain.addresses, self._clock()
             for index in range(full - 1, sequence.committed - 1, -1):
                 parent = addresses[index - 1] if index else None
                 meta = EntryMeta(parent, index, self._block_bytes, tenant=sequence.chain.origin.tenant)
@@ -98,6 +98,6 @@ class BlockCache:
             slot = self.pool.slot(entry)
             if slot is not None and self.pool.references(slot) == 0:
                 self.pool.retire(slot, evicted=False)
-                self.pool.release([slot], self._now())
+                self.pool.release([slot], self._clock())
                 dropped += 1
         return dropped

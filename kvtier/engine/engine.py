@@ -36,7 +36,7 @@ from kvtier.key import Identity, Origin, Scope, root_key
 from kvtier.metrics import EngineMetrics
 from kvtier.pool import BlockPool
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
 """How long whoever drives steps sleeps after one that could do nothing (a match or a save is under way)."""
@@ -296,7 +296,7 @@ class Engine:
             return []
         self._last_progress = now
         sequence = min(stuck, key=lambda each: each.arrival)
-        log.error("%s got no slot for %.0f s: saves hold them and do not end", sequence.id, self.config.stall_seconds)
+        _log.error("%s got no slot for %.0f s: saves hold them and do not end", sequence.id, self.config.stall_seconds)
         return [self._end(sequence, FinishReason.ERROR)]
 
     def _note(self, work: list[Work], schedule: Schedule, logits: torch.Tensor, failed: frozenset[int]) -> list[Output]:

@@ -16,7 +16,7 @@ from kvtier.engine.sequence import Sequence as TokenSequence
 from kvtier.key import Span
 from kvtier.pool import Slot
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,12 +32,12 @@ class Exchange:
         self,
         connector: KVConnector | None,
         cache: BlockCache,
-        now: Callable[[], float],
+        clock: Callable[[], float],
         ask_seconds: float = ASK_SECONDS,
     ) -> None:
         self._connector = connector
         self._cache = cache
-        self._now = now
+        self._clock = clock
         self._ask_seconds = ask_seconds
         self._held: set[tuple[str, Slot]] = set()
         self._gave_up: set[str] = set()
@@ -78,11 +78,13 @@ class Exchange:
         if tokens is None:
             if not room:
                 return 0
-            now = self._now()
+            now = self._clock()
             sequence.asked = now if sequence.asked is None else sequence.asked
             if now - sequence.asked < self._ask_seconds:
                 return None
-            log.warning("request %s: the connector gave no answer in %.0f s; computing", sequence.id, self._ask_seconds)
+            _log.warning(
+                "request %s: the connector gave no answer in %.0f s; computing", sequence.id, self._ask_seconds
+            )
             self._gave_up.add(sequence.id)
             return 0
         return max(0, min(tokens // self._cache.block_tokens, room))
@@ -167,7 +169,7 @@ class Exchange:
                     self._held.remove(entry)
                     self._cache.release([Slot(slot)])
                 else:
-                    log.error("the connector ended a save of slot %d for %s that is not under way", slot, request_id)
+                    _log.error("the connector ended a save of slot %d for %s that is not under way", slot, request_id)
 
     def _guarded(self, call: Callable[[KVConnector], T], fallback: U) -> T | U:
         if self._connector is None or self.fault is not None:
@@ -181,4 +183,4 @@ class Exchange:
     def _break(self, where: str, error: Exception) -> None:
         if self.fault is None:
             self.fault = f"{where} failed: {error!r}"
-            log.error("%s failed; going on without the tiers below HBM", where, exc_info=error)
+            _log.error("%s failed; going on without the tiers below HBM", where, exc_info=error)

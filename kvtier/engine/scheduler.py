@@ -69,11 +69,11 @@ class Schedule:
 class Scheduler:
     """The queue, the running sequences, and the rules between them."""
 
-    def __init__(self, cache: BlockCache, exchange: Exchange, limits: Limits, now: Callable[[], float]) -> None:
+    def __init__(self, cache: BlockCache, exchange: Exchange, limits: Limits, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._exchange = exchange
         self._limits = limits
-        self._now = now
+        self._clock = clock
         self.waiting: list[Sequence] = []
         """In order of arrival."""
         self.running: list[Sequence] = []
@@ -188,7 +188,7 @@ class Scheduler:
     def _queue(self) -> Iterable[Sequence]:
         if not self._limits.longest_prefix_first:
             return list(self.waiting)
-        late = self._now() - PATIENCE_SECONDS
+        late = self._clock() - PATIENCE_SECONDS
 
         def rank(sequence: Sequence) -> tuple[int, tuple[int, int]]:
             if sequence.group.stats.submitted < late:
@@ -229,7 +229,7 @@ class Scheduler:
             stats.recomputed_tokens += len(sequence.tokens) - start
             return
         sequence.admitted = True
-        stats.scheduled = self._now()
+        stats.scheduled = self._clock()
         stats.hbm_tokens, stats.external_tokens = hbm, start - hbm
         stats.computed_tokens = stats.prompt_tokens - start
 

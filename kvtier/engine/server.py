@@ -24,7 +24,7 @@ from kvtier.engine.request import FinishReason, Request
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import RequestError
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -244,5 +244,5 @@ async def _http_error(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _internal_error(_: HttpRequest, error: Exception) -> Response:
-    log.error("a request failed inside the server", exc_info=error)
+    _log.error("a request failed inside the server", exc_info=error)
     return JSONResponse(_error_body("the server failed; its log says why", "server_error"), 500)

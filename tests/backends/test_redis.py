@@ -479,7 +479,7 @@ def test_every_foreign_exception_has_a_meaning() -> None:
 
 def test_the_breaker_backs_off_lets_one_try_and_closes(seed: int) -> None:
     now = [0.0]
-    breaker = CircuitBreaker("far", first=0.1, longest=2.0, now=lambda: now[0], chance=random.Random(seed).random)
+    breaker = CircuitBreaker("far", first=0.1, longest=2.0, clock=lambda: now[0], chance=random.Random(seed).random)
     breaker.check()
     pauses = []
     for _ in range(8):

@@ -41,8 +41,8 @@ _LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a byte budget divides for slots of one size."""
+class SizeClass:
+    """Slots of one size, and how a byte budget divides for them."""
 
     stride: int
     """Bytes from slot to slot."""
@@ -50,7 +50,7 @@ class Geometry:
     extents: int
 
     @classmethod
-    def of(cls, budget: int, payload_bytes: int) -> Geometry:
+    def of(cls, budget: int, payload_bytes: int) -> SizeClass:
         """``extents`` is 0 where the budget does not suffice for one."""
         stride = PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
         wanted = min(_EXTENT_BYTES, budget // _EXTENTS_OF_A_SMALL_BUDGET)
@@ -90,15 +90,15 @@ class NvmeMedium(PersistentSlotMedium):
     def __init__(self, directory: Path, slot_bytes: int, params: Params) -> None:
         self.slot_bytes = slot_bytes
         self._directory = directory
-        self._geometry = Geometry.of(params.capacity, slot_bytes)
+        self._active = SizeClass.of(params.capacity, slot_bytes)
         self._budget = params.capacity
-        if not self._geometry.extents:
-            need = self._geometry.extent_bytes + _OVERHEAD_BYTES
+        if not self._active.extents:
+            need = self._active.extent_bytes + _OVERHEAD_BYTES
             raise CapacityError(
                 f"nvme tier {directory}: capacity={format_bytes(params.capacity)} does not hold one block of "
                 f"{format_bytes(slot_bytes)} and the index; it needs {format_bytes(need)}"
             )
-        self.slots = self._geometry.slots
+        self.slots = self._active.slots
         self._lock = threading.Lock()
         self._extents_lock = threading.Lock()
         self._closed = False
@@ -106,11 +106,11 @@ class NvmeMedium(PersistentSlotMedium):
         try:
             self._check_disk()
             self._file = SlotFile(
-                directory / _file_name(self._geometry.stride), self._geometry.stride, direct=params.direct
+                directory / _file_name(self._active.stride), self._active.stride, direct=params.direct
             )
             self._workers = ThreadPoolExecutor(params.threads, "kvtier-nvme") if params.threads > 1 else None
             self._threads = params.threads
-            self.journal = NvmeJournal(directory / _DATABASE, self._geometry.stride)
+            self.journal = NvmeJournal(directory / _DATABASE, self._active.stride)
             self._others = self._other_classes()
             if self.journal.fresh:
                 self._rebuild()
@@ -144,10 +144,10 @@ class NvmeMedium(PersistentSlotMedium):
         return outcomes
 
     def write(self, slots: Sequence[int], data: Sequence[Iovec]) -> list[Outcome]:
-        refused = self._take_extents({slot // self._geometry.extent_slots for slot in slots})
+        refused = self._take_extents({slot // self._active.extent_slots for slot in slots})
 
         def write(index: int) -> Outcome:
-            detail = refused.get(slots[index] // self._geometry.extent_slots)
+            detail = refused.get(slots[index] // self._active.extent_slots)
             return self._file.write(slots[index], data[index]) if detail is None else Outcome(Status.FAILED, 0, detail)
 
         outcomes = self._each(write, len(slots))
@@ -186,7 +186,7 @@ class NvmeMedium(PersistentSlotMedium):
         os.close(self._lock_file)
 
     def _read(self, slot: int, into: Iovec) -> Outcome:
-        if slot // self._geometry.extent_slots not in self._taken:
+        if slot // self._active.extent_slots not in self._taken:
             return Outcome(Status.ABSENT)
         return self._file.read(slot, into)
 
@@ -221,12 +221,12 @@ class NvmeMedium(PersistentSlotMedium):
         found = {}
         for path in self._directory.glob("slots-*.kvt"):
             stride = _stride_of(path.name)
-            if stride is not None and stride != self._geometry.stride:
+            if stride is not None and stride != self._active.stride:
                 found[stride] = SlotFile(path, stride, direct=False)
         return found
 
-    def _geometry_of(self, stride: int) -> Geometry:
-        return Geometry.of(self._budget, stride - PAGE_BYTES)
+    def _class_of(self, stride: int) -> SizeClass:
+        return SizeClass.of(self._budget, stride - PAGE_BYTES)
 
     def _rebuild(self) -> None:
         """Fill the index from the header pages; a slot whose header does not parse is free."""
@@ -243,17 +243,17 @@ class NvmeMedium(PersistentSlotMedium):
 
     def _recovered(self) -> set[int]:
         """Extents of the active class that hold anything; whatever else the slot files have goes back."""
-        self.journal.drop(self._geometry.stride, min(self.slots, self._file.slots))
+        self.journal.drop(self._active.stride, min(self.slots, self._file.slots))
         for stride, file in list(self._others.items()):
-            if not self._only_held(file, self._geometry_of(stride)):
+            if not self._only_held(file, self._class_of(stride)):
                 self._drop_class(stride)
-        return {extent for extent in self._only_held(self._file, self._geometry) if extent < self._geometry.extents}
+        return {extent for extent in self._only_held(self._file, self._active) if extent < self._active.extents}
 
-    def _only_held(self, file: SlotFile, geometry: Geometry) -> set[int]:
+    def _only_held(self, file: SlotFile, size_class: SizeClass) -> set[int]:
         """Extents that have rows, and those that the file system cannot take back."""
-        held = set(self.journal.extents(file.stride, geometry.extent_slots))
-        for extent in range(-(-file.slots // geometry.extent_slots) - 1, -1, -1):
-            if extent not in held and not file.give_back(extent * geometry.extent_slots, geometry.extent_slots):
+        held = set(self.journal.extents(file.stride, size_class.extent_slots))
+        for extent in range(-(-file.slots // size_class.extent_slots) - 1, -1, -1):
+            if extent not in held and not file.give_back(extent * size_class.extent_slots, size_class.extent_slots):
                 held.add(extent)
         return held
 
@@ -265,8 +265,8 @@ class NvmeMedium(PersistentSlotMedium):
         with self._extents_lock:
             for extent in sorted(extents - self._taken):
                 try:
-                    self._make_room(self._geometry.extent_bytes)
-                    self._file.take(extent * self._geometry.extent_slots, self._geometry.extent_slots)
+                    self._make_room(self._active.extent_bytes)
+                    self._file.take(extent * self._active.extent_slots, self._active.extent_slots)
                     self._taken.add(extent)
                 except OSError as error:
                     refused[extent] = f"errno {error.errno}: {error.strerror}"
@@ -276,7 +276,7 @@ class NvmeMedium(PersistentSlotMedium):
 
     def _make_room(self, wanted: int) -> None:
         """Have other size classes give extents back until ``wanted`` bytes more are within the budget."""
-        own = len(self._taken) * self._geometry.extent_bytes + max(_OVERHEAD_BYTES, self.journal.held_bytes()) + wanted
+        own = len(self._taken) * self._active.extent_bytes + max(_OVERHEAD_BYTES, self.journal.held_bytes()) + wanted
         while self._others and own + sum(file.held_bytes for file in self._others.values()) > self._budget:
             self._give_back_oldest()
 
@@ -284,14 +284,14 @@ class NvmeMedium(PersistentSlotMedium):
         ages = [
             (used, stride, extent)
             for stride in self._others
-            for extent, used in self.journal.extents(stride, self._geometry_of(stride).extent_slots).items()
+            for extent, used in self.journal.extents(stride, self._class_of(stride).extent_slots).items()
         ]
         if not ages:
             for stride in list(self._others):
                 self._drop_class(stride)
             return
         _, stride, extent = min(ages)
-        each = self._geometry_of(stride).extent_slots
+        each = self._class_of(stride).extent_slots
         self.journal.drop(stride, extent * each, (extent + 1) * each)
         last_one = [age[1] for age in ages].count(stride) == 1
         if last_one or not self._others[stride].give_back(extent * each, each):

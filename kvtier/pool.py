@@ -104,6 +104,10 @@ class BlockPool:
         """READY slots that nobody references."""
         return int(np.count_nonzero((self._state == READY) & (self._refs == 0)))
 
+    def counts(self) -> dict[str, int]:
+        """Slots by state; together they are the capacity."""
+        return {"free": self.free, "writing": self.writing, "ready": self.ready, "retiring": self.retiring}
+
     def lookup(self, entries: Sequence[Address]) -> list[Slot]:
         """Slots of the longest resident prefix of ``entries``; takes no reference."""
         slots = self.places(entries)

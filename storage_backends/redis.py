@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError, MediumError, MediumFull, MediumRefused, M
 from kvtier.key import KEY_BYTES, Address, Shard
 from kvtier.quantity import Seconds
 from kvtier.storage_backends.breaker import CircuitBreaker
+from kvtier.storage_backends.iovec import total
 from kvtier.storage_backends.redis_wire import Wire, medium_error, translated
 from kvtier.url import TierUrl
 
@@ -149,7 +150,7 @@ class RedisMedium(KeyMedium):
             items = [(PREFIX + names[index], data[index]) for index in part]
             for index, error in zip(part, wire.set_all(items, self._ttl_ms), strict=True):
                 if error is None:
-                    outcomes[index] = Outcome(Status.DONE, sum(map(len, data[index])))
+                    outcomes[index] = Outcome(Status.DONE, total(data[index]))
                     continue
                 if isinstance(error, foreign.OutOfMemoryError):
                     full.append(MediumFull(str(medium_error(error, self._where))))

@@ -10,20 +10,14 @@ import numpy as np
 from kvtier.abc.medium import SlotMedium
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.codec.frame import FrameHeader
-from kvtier.key import Address
+from kvtier.key import Address, address
 from kvtier.pool import BlockPool, Slot
-
-
-def parent_address(header: FrameHeader) -> Address | None:
-    """The address of a block's parent; None for the first of a chain."""
-    return Address(header.parent + header.shard.packed()) if header.depth else None
 
 
 def entry_meta(header: FrameHeader) -> EntryMeta:
     """What a policy may know of a block."""
-    return EntryMeta(
-        parent_address(header), header.depth, header.raw_bytes, expires_at=header.expires_at, tenant=header.tenant
-    )
+    parent = address(header.parent, header.shard) if header.depth else None
+    return EntryMeta(parent, header.depth, header.raw_bytes, expires_at=header.expires_at, tenant=header.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +104,13 @@ class Arena:
     def check(self) -> list[str]:
         """Disagreements between the pool and what is known of its slots, in words."""
         found = self.pool.check()
-        for address in self.pool.entries():
-            slot = self.pool.slot(address)
+        for entry in self.pool.entries():
+            slot = self.pool.slot(entry)
             assert slot is not None
             header = self.headers[slot]
-            if header is None or address[: len(header.key)] != header.key:
+            if header is None or entry != address(header.key, header.shard):
                 found.append(f"dram slot {slot} holds another block than its entry says")
         return found
-
-    def counts(self) -> dict[str, int]:
-        pool = self.pool
-        return {"free": pool.free, "writing": pool.writing, "ready": pool.ready, "retiring": pool.retiring}
 
     def clean(self, slots: Sequence[Slot], bit: int, *, taken: bool) -> None:
         """A lower tier took the blocks, or declined them: either way they are owed to it no more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 DRAM_THREADS = 2
 MOST_SAVES = 256
 """Saves that may wait for a DRAM thread; one more is dropped."""
+_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LruPolicy}
+"""By the name that a URL gives; each is built with its pool's capacity."""
 
 
 def open_store(
@@ -71,7 +73,7 @@ def open_store(
             lower.append(tier)
             _greet(tier, identity, require_all=require_all)
         workers.append(Workers(DRAM, DRAM_THREADS, most_saves=MOST_SAVES))
-        arena = Arena(dram, _policy(plans[0], dram.slots))
+        arena = Arena(dram, _POLICIES[plans[0].options.policy](dram.slots))
         return TieredStore(
             geometry,
             arena,
@@ -107,8 +109,9 @@ def _check(plans: Sequence[TierPlan]) -> None:
             raise ConfigError(
                 f"{plan.url}: codec: {codec.name} is lossy and belongs to the whole store, not to one tier"
             )
-        if plan.options.policy != "lru":
-            raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: lru")
+        if plan.options.policy not in _POLICIES:
+            known = ", ".join(_POLICIES)
+            raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: {known}")
     if plans[0].options.codec != "raw":
         raise ConfigError(f"{plans[0].url}: codec: dram keeps blocks as they are; only raw is possible")
 
@@ -124,11 +127,6 @@ def _names(plans: Sequence[TierPlan]) -> list[str]:
     return names
 
 
-def _policy(plan: TierPlan, capacity: int) -> EvictionPolicy:
-    del plan
-    return LruPolicy(capacity)
-
-
 def _lower_tier(
     name: str, plan: TierPlan, medium: Medium, workers: Workers, metrics: Metrics, lock: threading.Lock
 ) -> LowerTier:
@@ -138,7 +136,7 @@ def _lower_tier(
             raise ConfigError(
                 f"{plan.url}: codec: a slot-addressed tier takes codecs of a fixed ratio only, and {codec.name} is not one"
             )
-        policy = _policy(plan, medium.slots)
+        policy = _POLICIES[plan.options.policy](medium.slots)
         return SlotTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock, policy)
     if isinstance(medium, KeyMedium):
         return KeyTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock)

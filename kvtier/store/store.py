@@ -360,7 +360,7 @@ class TieredStore(Store):
     def held(self, tier: str) -> int:
         """Blocks that a tier with slots now shows."""
         with self._lock:
-            counts = self._arena.counts() if tier == DRAM else self._lower(tier).counts()
+            counts = self._arena.pool.counts() if tier == DRAM else self._lower(tier).counts()
         return counts["ready"]
 
     def io(self, tier: str) -> str:
@@ -404,7 +404,7 @@ class TieredStore(Store):
 
     def stats(self) -> dict[str, object]:
         with self._lock:
-            counts = {DRAM: self._arena.counts(), **{tier.name: tier.counts() for tier in self._tiers}}
+            counts = {DRAM: self._arena.pool.counts(), **{tier.name: tier.counts() for tier in self._tiers}}
             waiting = {tier.name: len(self._demoter.outboxes[tier.name].slots) for tier in self._tiers}
             live, reserved = len(self._promoter.matches), self._promoter.reserved
             arriving = Counter(arrival.tier.name for arrival in self._promoter.arriving.values())

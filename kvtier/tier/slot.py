@@ -13,7 +13,7 @@ from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import TierOptions
-from kvtier.key import Address
+from kvtier.key import Address, address
 from kvtier.metrics import TierMetrics
 from kvtier.pool import BlockPool, Slot
 from kvtier.tier.lower import LowerTier, Parcel
@@ -102,8 +102,7 @@ class SlotTier(LowerTier):
         return slot is not None and self.pool.references(slot) > 0
 
     def counts(self) -> dict[str, int]:
-        pool = self.pool
-        return {"free": pool.free, "writing": pool.writing, "ready": pool.ready, "retiring": pool.retiring}
+        return self.pool.counts()
 
     def _probe(self, addresses: Sequence[Address]) -> int:
         with self._lock:
@@ -159,7 +158,7 @@ class SlotTier(LowerTier):
 
     def _record(self, slot: Slot, parcel: Parcel) -> Record:
         header = parcel.header
-        parent = Address(header.parent + header.shard.packed())
+        parent = address(header.parent, header.shard)
         return Record(slot, parcel.address, parent, header.depth, header.tenant, time.time(), header.expires_at)
 
     def _make_room(self, count: int) -> list[Slot]:

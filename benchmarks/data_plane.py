@@ -170,7 +170,7 @@ def dram_ways(blocks: Blocks, workers: Executor, rng: random.Random) -> Iterator
 
 
 @contextmanager
-def nvme_ways(blocks: Blocks, workers: Executor, rng: random.Random, directory: Path) -> Iterator[Ways]:
+def nvme_ways(blocks: Blocks, rng: random.Random, directory: Path) -> Iterator[Ways]:
     params = NvmeMedium.Params(capacity=Bytes(512 << 20))
     medium = NvmeMedium(directory, blocks.block_bytes, params)
     slots = rng.sample(range(medium.slots), BLOCKS)
@@ -190,7 +190,7 @@ def nvme_ways(blocks: Blocks, workers: Executor, rng: random.Random, directory: 
             raise SystemExit("short I/O in the limit")
 
     def save() -> None:
-        proven(write_frames(medium, slots, blocks.source_views, blocks.headers, RAW, workers=workers))
+        proven(write_frames(medium, slots, blocks.source_views, blocks.headers, RAW))
         medium.journal.commit(rows, [])
 
     def load() -> None:
@@ -226,7 +226,7 @@ def nvme_ways(blocks: Blocks, workers: Executor, rng: random.Random, directory: 
 
 
 @contextmanager
-def redis_ways(blocks: Blocks, workers: Executor, server: ValkeyServer) -> Iterator[Ways]:
+def redis_ways(blocks: Blocks, server: ValkeyServer) -> Iterator[Ways]:
     params = RedisMedium.Params()
     medium = RedisMedium.open(TierUrl.parse(server.url), params, MediumContext(blocks.block_bytes))
     pool = ThreadPoolExecutor(params.connections)
@@ -235,7 +235,7 @@ def redis_ways(blocks: Blocks, workers: Executor, server: ValkeyServer) -> Itera
     size = blocks.block_bytes
 
     def save() -> None:
-        proven(write_frames(medium, blocks.names, blocks.source_views, blocks.headers, RAW, workers=workers))
+        proven(write_frames(medium, blocks.names, blocks.source_views, blocks.headers, RAW))
 
     def load() -> None:
         outcomes, _ = read_frames(medium, blocks.names, blocks.target_views, blocks.asked, RAW, now=0.0)
@@ -337,8 +337,8 @@ def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
             nvme = directory / f"nvme-{block_bytes}"
             tiers = {
                 "dram": dram_ways(blocks, workers, rng),
-                "nvme": nvme_ways(blocks, workers, rng, nvme),
-                "redis": redis_ways(blocks, workers, server),
+                "nvme": nvme_ways(blocks, rng, nvme),
+                "redis": redis_ways(blocks, server),
             }
             for tier, made in tiers.items():
                 with made as ways:

@@ -4,8 +4,8 @@ Pure functions: no state but a pool of staging pages, no lock, no policy. Every 
 order. ``CORRUPT`` says that bytes did not prove; the place or buffer they came to then holds garbage. A ``MediumError``
 that a medium raises for a whole batch passes through, after every part of the batch that was under way has ended.
 
-Where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out between them. It must
-not be the executor that runs the call. Media have threads of their own, which also prove what they read.
+Between HBM and DRAM, where ``workers`` is given, one of its threads and the calling thread deal the parts of a batch out
+between them. It must not be the executor that runs the call. Media have threads of their own, which also prove what they read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvtier.errors import CorruptFrame
 from kvtier.transfer.staging import Staging
 
 PART_BYTES = 8 << 20
-"""Bytes that one thread copies or encodes before it takes the next part of a batch."""
+"""Bytes that one thread copies, encodes or decodes before it goes on to the next part of a batch."""
 
 _staging = Staging()
 
@@ -128,8 +128,6 @@ def write_frames(
     sources: Sequence[memoryview],
     headers: Sequence[FrameHeader],
     codec: Codec,
-    *,
-    workers: Executor | None = None,
 ) -> list[Outcome]:
     """Write blocks (``sources[i]``: DRAM views of at least ``headers[i].raw_bytes``) as frames.
 
@@ -145,19 +143,15 @@ def write_frames(
 
     if codec.number == 0:
         with _staging.lend(len(places), framer.head) as pages:
-            frames = _dealt(
-                lambda part: frame(part, pages[part.start : part.stop], sources[part.start : part.stop]),
-                [range(len(places))] if medium.auth_key is None else _parts(len(places), PART_BYTES),
-                workers,
-            )
-            return medium.write(places, frames)
+            return medium.write(places, frame(range(len(places)), pages, sources))
 
     def write(part: range) -> list[Outcome]:
         most = max(codec.encoded_bytes(headers[i].raw_bytes) for i in part)
         with _staging.lend(len(part), framer.head) as pages, _staging.lend(len(part), most) as rooms:
             return medium.write(places[part.start : part.stop], frame(part, pages, rooms))
 
-    return _dealt(write, _parts(len(places), max((header.raw_bytes for header in headers), default=1)), workers)
+    parts = _parts(len(places), max((header.raw_bytes for header in headers), default=1))
+    return [outcome for part in parts for outcome in write(part)]
 
 
 def read_frames(

@@ -101,11 +101,9 @@ def test_empty_batches_are_no_batches() -> None:
 
 
 @pytest.mark.parametrize("name", ["raw", "shuffle+lz4"])
-def test_frames_come_back_through_any_codec(name: str, workers: Executor | None) -> None:
+def test_frames_come_back_through_any_codec(name: str) -> None:
     medium, batch, codec = MemoryMedium(), Batch(40, 300_000), codec_named(name)
-    assert all(
-        one.done for one in write_frames(medium, batch.names, batch.sources, batch.headers, codec, workers=workers)
-    )
+    assert all(one.done for one in write_frames(medium, batch.names, batch.sources, batch.headers, codec))
     outcomes, headers = read_frames(medium, batch.names, batch.into, batch.asked, codec, now=0.0)
     assert all(one.done for one in outcomes)
     assert all(batch.arrived_whole(index) for index in range(40))
@@ -131,13 +129,20 @@ def test_every_single_corrupted_byte_is_noticed(seed: int) -> None:
             assert outcome.detail
 
 
-def test_a_medium_that_is_gone_is_reported_once_nothing_is_under_way(workers: Executor | None) -> None:
-    batch = Batch(40, 300_000)
-    medium = wrapped(MemoryMedium(), Faulty("write", "read", error=MediumUnavailable("gone")))
+def test_a_medium_that_is_gone_is_reported(workers: Executor | None) -> None:
+    gone = Faulty("write", "read", error=MediumUnavailable("gone"))
+    batch, medium = Batch(40, 300_000), wrapped(MemoryMedium(), gone)
+    for name in ("raw", "shuffle+lz4"):
+        with pytest.raises(MediumUnavailable):
+            write_frames(medium, batch.names, batch.sources, batch.headers, codec_named(name))
+        with pytest.raises(MediumUnavailable):
+            read_frames(medium, batch.names, batch.into, batch.asked, codec_named(name), now=0.0)
+    count = 300  # some parts' worth
+    engine, dram = wrapped(engine_memory("unseen", count), gone), DramMedium(count, BLOCK, prefault=False)
     with pytest.raises(MediumUnavailable):
-        write_frames(medium, batch.names, batch.sources, batch.headers, codec_named("shuffle+lz4"), workers=workers)
+        save_blocks(engine, range(count), dram, range(count), workers=workers)
     with pytest.raises(MediumUnavailable):
-        read_frames(medium, batch.names, batch.into, batch.asked, codec_named("raw"), now=0.0)
+        load_blocks(dram, range(count), [None] * count, engine, range(count), workers=workers)
 
 
 def test_staging_lends_aligned_pages_and_keeps_a_bounded_number() -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from kvtier.errors import ConfigError
 from kvtier.machine import available_memory
 from kvtier.params import build_params, convert, nearest, type_hints
-from kvtier.quantity import Bytes, Seconds, format_bytes, parse_bytes, parse_seconds
+from kvtier.quantity import Seconds, format_bytes
 from kvtier.url import TierUrl
 
 if sys.version_info >= (3, 11):
@@ -29,13 +29,11 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "Bytes",
     "Effective",
     "EngineSettings",
     "KvDtype",
     "LoadFormat",
     "LogLevel",
-    "Seconds",
     "ServerSettings",
     "Settings",
     "StoreSettings",
@@ -44,10 +42,6 @@ __all__ = [
     "Verify",
     "WriteMode",
     "add_arguments",
-    "build_params",
-    "format_bytes",
-    "parse_bytes",
-    "parse_seconds",
     "redis_url",
     "requires_all",
     "resolve",

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config import TierOptions, TierUrl, tier_options
+from kvtier.config import TierOptions, tier_options
 from kvtier.errors import ConfigError
+from kvtier.url import TierUrl
 
 if TYPE_CHECKING:
     from kvtier.abc.medium import Medium, MediumContext, MediumFactory

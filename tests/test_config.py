@@ -13,19 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.config import (
-    Bytes,
     Effective,
     KvDtype,
     LogLevel,
-    Seconds,
-    TierUrl,
     Verify,
     WriteMode,
     add_arguments,
-    build_params,
-    format_bytes,
-    parse_bytes,
-    parse_seconds,
     redis_url,
     requires_all,
     resolve,
@@ -33,6 +26,9 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.machine import available_memory
+from kvtier.params import build_params
+from kvtier.quantity import Bytes, Seconds, format_bytes, parse_bytes, parse_seconds
+from kvtier.url import TierUrl
 
 # Quantities.
 

@@ -10,14 +10,15 @@ from typing import cast
 import pytest
 
 from kvtier.abc.medium import MediumContext
-from kvtier.config import TierUrl, WriteMode
+from kvtier.config import WriteMode
 from kvtier.errors import ConfigError
 from kvtier.registry import BACKENDS, connector_class, installed, plan_tier
+from kvtier.url import TierUrl
 
 THIRD_PARTY = """
 from dataclasses import dataclass
 
-from kvtier.config import Bytes
+from kvtier.quantity import Bytes
 
 
 class ShelfMedium:

@@ -11,12 +11,13 @@ import numpy as np
 from kvtier.abc.medium import Iovec, Outcome, SlotMedium
 from kvtier.abc.store import Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
-from kvtier.config import Bytes, TierOptions, Verify, WriteMode
+from kvtier.config import TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
 from kvtier.key import Identity, Origin, Scope, Shard, Span, chain_keys, root_key
 from kvtier.layout import CacheGroup, GroupKind, Layout
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
+from kvtier.quantity import Bytes
 from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.nvme import NvmeMedium

@@ -26,7 +26,6 @@ from kvtier.engine.gguf import GgufFile
 from kvtier.engine.tokenizer import Tokenizer, TokenizerSource
 from kvtier.errors import ModelError
 from kvtier.key import Identity
-from kvtier.layout import Layout
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -87,12 +86,8 @@ class Checkpoint:
             raise ModelError(f"{self.name} has no tokenizer.json; send token ids, or add the file")
         return Tokenizer(self.tokenizer_source)
 
-    def layout(self, block_tokens: int, kv_dtype: str = "auto") -> Layout:
-        """Geometry of a block of ``block_tokens`` tokens. ``kv_dtype`` as in `effective_kv_dtype`."""
-        return self.config.layout(block_tokens, effective_kv_dtype(self.config, kv_dtype))
-
-    def identity(self, block_tokens: int, kv_dtype: str = "auto", codec: str | None = None) -> Identity:
-        """What must match before blocks of this model may be reused."""
+    def identity(self, block_tokens: int, kv_dtype: str = "auto") -> Identity:
+        """What must match before blocks of this model may be reused. ``kv_dtype`` as in `effective_kv_dtype`."""
         dtype = effective_kv_dtype(self.config, kv_dtype)
         return Identity(
             model=self.name,
@@ -100,7 +95,6 @@ class Checkpoint:
             kv_dtype=dtype,
             layout=self.config.layout(block_tokens, dtype),
             rope=self.rope,
-            codec=codec,
         )
 
 

@@ -14,7 +14,6 @@ from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.attention import Chunk
 from kvtier.engine.linear import LEAST_ROWS, Linear
 from kvtier.engine.rope import RopeTable, rotate
-from kvtier.layout import Layout
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Torch's names for the dtypes that HBM slots may hold."""
@@ -80,12 +79,8 @@ class LlamaModel:
         part._layers = self._layers[:count]
         return part
 
-    def layout(self, block_tokens: int, kv_dtype: str) -> Layout:
-        """Geometry of a block with K and V in ``kv_dtype`` (``bf16``, ``fp16`` or ``fp32``)."""
-        return self.config.layout(block_tokens, kv_dtype)
-
     def allocate_kv(self, slots: int, block_tokens: int, kv_dtype: str) -> torch.Tensor:
-        """A zeroed HBM tensor ``[slot, layer, K/V, token, kv_head, head_dim]`` for this model."""
+        """A zeroed HBM tensor ``[slot, layer, K/V, token, kv_head, head_dim]`` in ``kv_dtype`` (``bf16``, ``fp16``, ``fp32``)."""
         config = self.config
         shape = (slots, config.layers, 2, block_tokens, config.kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=TORCH_DTYPES[kv_dtype])

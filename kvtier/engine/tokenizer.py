@@ -115,11 +115,6 @@ class Tokenizer:
         self._special = dict(source.special)
         self._template = None if source.chat_template is None else _compiled(source.chat_template)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added ones included."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
     def id_of(self, token: str) -> int | None:
         """The id of a token given by its own text (for instance ``<|im_end|>``)."""
         index: int | None = self._backend.token_to_id(token)
@@ -149,9 +144,9 @@ class Tokenizer:
         joined = b"".join(self.token_bytes(token, skip_special) for token in tokens)
         return self._alphabet.begin(joined).decode("utf-8", errors="replace")
 
-    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
+    def detokenizer(self) -> Detokenizer:
         """A fresh streaming decoder."""
-        return Detokenizer(self, skip_special)
+        return Detokenizer(self)
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: object
@@ -176,15 +171,14 @@ class Detokenizer:
     A character whose bytes are spread over several tokens appears with its last byte. Constant work per token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._begun = False
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; empty while a character is unfinished."""
-        piece = self._tokenizer.token_bytes(token, self._skip_special)
+        piece = self._tokenizer.token_bytes(token)
         if piece and not self._begun:
             self._begun = True
             piece = self._tokenizer._alphabet.begin(piece)

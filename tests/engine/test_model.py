@@ -136,7 +136,7 @@ def test_k_and_v_are_rounded_to_the_kv_dtype_and_read_back(tiny: LlamaModel, kv_
     """Swapping the cache's content for another prompt's changes what the next token sees: nothing is kept beside it."""
     kv = tiny.allocate_kv(8, BLOCK, kv_dtype)
     assert kv.shape == (8, 2, 2, BLOCK, 2, 32)
-    assert kv[0].numel() * kv.element_size() == tiny.layout(BLOCK, kv_dtype).block_bytes
+    assert kv[0].numel() * kv.element_size() == tiny.config.layout(BLOCK, kv_dtype).block_bytes
     tokens, other = words(1, 65), words(2, 65)
     expected = prefill(tiny, kv, tokens)
     copied = kv.clone()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.quantity import Bytes
+from kvtier.errors import CapacityError
+from kvtier.quantity import Bytes, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +80,13 @@ def available_memory(root: Path = Path("/")) -> Available:
         if left < least.nbytes:
             least = Available(Bytes(left), str(folder / limit_name))
     return least
+
+
+def require_memory(asked: int, what: str) -> None:
+    """Raise ``CapacityError`` where ``asked`` bytes are more than this process may take; the message begins with ``what``."""
+    available = available_memory()
+    if asked > available.nbytes:
+        raise CapacityError(
+            f"{what}: asked for {format_bytes(asked)} of memory, "
+            f"{format_bytes(available.nbytes)} are available ({available.where})"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.abc.medium import Iovec, MediumContext, Outcome, SlotMedium
 from kvtier.errors import CapacityError
-from kvtier.machine import available_memory
+from kvtier.machine import require_memory
 from kvtier.quantity import Bytes, format_bytes
 from kvtier.storage_backends.iovec import gather, scatter
 from kvtier.url import TierUrl
@@ -25,6 +25,11 @@ _MADV_POPULATE_WRITE = 23
 _PREFAULT_BYTES = 32 << 20
 """Faulted in per system call: some 30 ms, so that closing does not wait."""
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _stride_of(slot_bytes: int) -> int:
+    """Bytes from slot to slot."""
+    return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class DramMedium(SlotMedium):
@@ -43,7 +48,7 @@ class DramMedium(SlotMedium):
     def __init__(self, slots: int, slot_bytes: int, *, prefault: bool = True) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._stride = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._stride = _stride_of(slot_bytes)
         self._arena = mmap.mmap(-1, slots * self._stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
@@ -60,18 +65,13 @@ class DramMedium(SlotMedium):
 
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> DramMedium:
-        stride = -(-context.slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        stride = _stride_of(context.slot_bytes)
         slots = params.capacity // stride
         if slots < 1:
             raise CapacityError(
                 f"{location}: capacity={format_bytes(params.capacity)} does not hold one block of {format_bytes(stride)}"
             )
-        available = available_memory()
-        if params.capacity > available.nbytes:
-            raise CapacityError(
-                f"{location}: asked for {format_bytes(params.capacity)} of memory, "
-                f"{format_bytes(available.nbytes)} are available ({available.where})"
-            )
+        require_memory(params.capacity, str(location))
         return cls(slots, context.slot_bytes, prefault=params.prefault)
 
     def wait_prefaulted(self, timeout: float) -> bool:

@@ -13,7 +13,7 @@ import torch
 from kvtier.abc.medium import Iovec, MediumContext, Outcome, SlotMedium, Status
 from kvtier.codec.frame import ByteArray
 from kvtier.errors import CapacityError, ConfigError
-from kvtier.machine import available_memory
+from kvtier.machine import require_memory
 from kvtier.quantity import format_bytes
 from kvtier.storage_backends.iovec import gather, scatter, total
 from kvtier.url import TierUrl
@@ -50,11 +50,8 @@ class HbmMedium(SlotMedium):
     ) -> HbmMedium:
         """Zero-filled slots, touched once so that no step pays for first use. Raises ``CapacityError``."""
         asked = slots * torch.Size(shape_per_slot).numel() * dtype.itemsize
-        if torch.device(device).type == "cpu" and asked > (available := available_memory()).nbytes:
-            raise CapacityError(
-                f"{slots} HBM blocks: asked for {format_bytes(asked)} of memory, "
-                f"{format_bytes(available.nbytes)} are available ({available.where})"
-            )
+        if torch.device(device).type == "cpu":
+            require_memory(asked, f"{slots} HBM blocks")
         try:
             tensor = torch.zeros((slots, *shape_per_slot), dtype=dtype, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:

@@ -3,6 +3,9 @@
 A match walks the chain; what is in DRAM is a HIT, what is below is PENDING while it is read, proved and committed. A match
 takes every slot that it will load from, or read into, before its first byte moves. Matches of requests that are not yet
 scheduled hold at most half of DRAM, in the order in which they asked; one that alone wants more is cut to that half.
+
+One module, long as it is: looking (`_walk`), taking (`_reserve`), reading (`_start`), arriving and settling are stages of one
+match, over the same books.
 """
 
 from __future__ import annotations

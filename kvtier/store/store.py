@@ -1,6 +1,8 @@
 """The tiered store.
 
 State (pools, leases, matches, policies) changes under one lock, in microseconds; bytes move outside it on transfer threads.
+What is decided stands in `promotion`, `demotion`, `arena` and `history`. The copies of load and save stay here in one piece
+with the verbs, because each step of theirs (taken, begun, taken back, ended) is a step of the same lock and the same books.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class TieredStore(Store):
     ) -> None:
         """``lock`` is the one that the tiers use too; ``copier`` helps with DRAM copies and is closed with the store.
 
-        ``keeper=False``: the caller calls ``keep`` itself.
+        ``keeper=False``: the caller calls ``keep`` itself. Every part comes from outside, more than a constructor should
+        take, so that a test can turn threads, clock and chance by hand; ``open_store`` is how all others get a store.
         """
         self._copier = copier
         self.geometry = geometry

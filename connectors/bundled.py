@@ -63,8 +63,7 @@ class BundledScheduler(SchedulerConnector):
         count = min(len(slots), self._most_saving - self._saving_slots)
         if count <= 0:
             return 0
-        taken = Span(span.origin, span.parent, span.depth, span.keys[:count])
-        self._saves.append(SavePlan(request_id, taken, tuple(slots[:count])))
+        self._saves.append(SavePlan(request_id, span.head(count), tuple(slots[:count])))
         self._saving[request_id] = self._saving.get(request_id, 0) + count
         self._saving_slots += count
         return count

@@ -158,9 +158,9 @@ def _default_tiers() -> tuple[TierUrl, ...]:
     return (TierUrl("dram", params={"capacity": format_bytes(max(quarter, 1 << 20))}),)
 
 
-def _setting(default: T, help_text: str, *, at_least: int | None = None, flag: str | None = None) -> T:
+def _setting(default: T, help_text: str, *, at_least: int | None = None) -> T:
     """A field with the help of its flag. Its type is the default's, as ``dataclasses.field`` has it."""
-    made: T = field(default=default, metadata={"help": help_text, "at_least": at_least, "flag": flag})
+    made: T = field(default=default, metadata={"help": help_text, "at_least": at_least})
     return made
 
 

@@ -257,8 +257,6 @@ class Span:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def tail(self, start: int) -> Span:
-        """The same span without its first ``start`` blocks."""
-        if start == 0:
-            return self
-        return Span(self.origin, self.keys[start - 1], self.depth + start, self.keys[start:])
+    def head(self, count: int) -> Span:
+        """The first ``count`` blocks of the span, or as many as there are."""
+        return Span(self.origin, self.parent, self.depth, self.keys[:count])

@@ -427,12 +427,11 @@ def test_no_representation_gives_a_secret_away() -> None:
     assert Scope().tenant_id == bytes(16)
 
 
-def test_the_tail_of_a_span_knows_its_parent() -> None:
+def test_the_head_of_a_span_keeps_its_place() -> None:
     keys = tuple(keys_of())
     span = Span(Origin(bytes(32), bytes(32), bytes(16)), root_key(IDENTITY, Scope()), 0, keys)
-    assert span.tail(0) == span
-    assert span.tail(3) == Span(span.origin, keys[2], 3, keys[3:])
-    assert len(span.tail(4)) == 0
+    assert span.head(3) == Span(span.origin, span.parent, span.depth, keys[:3])
+    assert span.head(9) == span and len(span.head(0)) == 0
 
 
 if __name__ == "__main__":

@@ -12,20 +12,20 @@ import numpy as np
 from kvtier.abc.codec import Codec
 from kvtier.errors import CorruptFrame
 
+ELEMENT_BYTES = 2
+"""Of bf16 and fp16, which is what nearly all KV is."""
+
 
 class ShuffleLz4Codec(Codec):
     name = "shuffle+lz4"
     number = 1
-
-    def __init__(self, element_bytes: int = 2) -> None:
-        self._element_bytes = element_bytes
 
     def encoded_bytes(self, raw_bytes: int) -> int:
         """LZ4's own worst case plus the element size."""
         return raw_bytes + raw_bytes // 255 + 17
 
     def encode(self, raw: memoryview, into: memoryview) -> int:
-        size = self._element_bytes if len(raw) % self._element_bytes == 0 else 1
+        size = ELEMENT_BYTES if len(raw) % ELEMENT_BYTES == 0 else 1
         shuffled = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, size).T)
         packed = lz4.block.compress(shuffled, store_size=False)
         into[0] = size

@@ -232,8 +232,7 @@ class _Scheduler(SchedulerConnector):
         assert len(span) == len(slots) > 0
         taken = min(len(slots), self.owner.faults.save_cap - self.busy)
         if taken > 0:
-            part = Span(span.origin, span.parent, span.depth, span.keys[:taken])
-            self.saves.append(SavePlan(request_id, part, tuple(slots[:taken])))
+            self.saves.append(SavePlan(request_id, span.head(taken), tuple(slots[:taken])))
             self.busy += taken
         return max(taken, 0)
 

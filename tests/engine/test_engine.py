@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,13 +19,7 @@ from kvtier.metrics import Metrics
 
 from .support import BLOCK, CONFIG, DictConnector, Faults, expected, greedy, make_engine, prompt
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- what is refused

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import httpx
 import openai
 import pytest
-import torch
 import uvicorn
 
 from kvtier.engine.architecture import ARCHITECTURES
@@ -81,12 +80,9 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def running(one_thread: None) -> Iterator[Running]:
     with Running() as server:
         yield server
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

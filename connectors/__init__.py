@@ -1,1 +1,1 @@
-"""Translations of one engine's calls to store calls; each is found by its entry point."""
+"""Translations of one engine's calls to store calls; each has an entry point, so that it can be found by its name."""

@@ -48,7 +48,7 @@ class _Out(Container[Address]):
         self._marks = marks
 
     def __contains__(self, entry: object) -> bool:
-        return self._marks[self._slot_of[entry]] != 0  # type: ignore[index]
+        return self._marks[self._slot_of[entry]] != 0  # type: ignore[index]  # a policy asks of its own entries
 
 
 class BlockPool:
@@ -113,7 +113,7 @@ class BlockPool:
         slots = self.places(entries)
         if None in slots:
             del slots[slots.index(None) :]
-        return slots  # type: ignore[return-value]
+        return slots  # type: ignore[return-value]  # none is None any more
 
     def places(self, entries: Sequence[Address]) -> list[Slot | None]:
         """Per entry its slot, or None where it is not resident."""

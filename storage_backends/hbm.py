@@ -41,7 +41,7 @@ class HbmMedium(SlotMedium):
         self._bytes = tensor.view(self.slots, -1).view(torch.uint8)
         self.slot_bytes = self._bytes.shape[1]
         self._rows: ByteArray | None = self._bytes.numpy() if tensor.device.type == "cpu" else None
-        self._views = [] if self._rows is None else [memoryview(row) for row in self._rows]  # type: ignore[arg-type]
+        self._views = [] if self._rows is None else [memoryview(row) for row in self._rows]  # type: ignore[arg-type]  # a row is a buffer
         self._lock = threading.Lock()
 
     @classmethod

@@ -21,7 +21,7 @@ class Linear:
     """``y = x W^T`` in float32 for a fixed weight ``[out, in]``, which is packed and not kept."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch's own gap
+        available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's own gap
         self.packed = available and weight.device.type == "cpu"
         weight = weight.float().contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR) if self.packed else weight

@@ -15,7 +15,6 @@ except ImportError as error:
 
 from kvtier.abc.connector import KVConnector
 from kvtier.config import EngineSettings, Settings
-from kvtier.connectors.bundled import BundledConnector
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.exactness import settle
@@ -26,6 +25,7 @@ from kvtier.key import Identity
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
+from kvtier.registry import connector_class
 from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
@@ -103,7 +103,11 @@ def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:
             return None
         opened.append(open_store(settings.tiers, identity, settings.store, metrics, require_all=require_all))
         block_tokens = identity.layout.block_tokens
-        return BundledConnector(opened[0], block_tokens, hbm.pool.capacity, settings.engine.max_num_batched_tokens)
+        bundled = connector_class("bundled")
+        connector: KVConnector = bundled(
+            opened[0], block_tokens, hbm.pool.capacity, settings.engine.max_num_batched_tokens
+        )
+        return connector
 
     try:
         engine = open_engine(settings.engine, connect, metrics)

@@ -219,6 +219,9 @@ class FaultyPersistentSlots(_Faults, PersistentSlotMedium):
         self._fault.before("remember")
         self._inner.remember(kind, digest, text)
 
+    def drop_page_cache(self) -> None:
+        self._inner.drop_page_cache()
+
 
 class _FaultyJournal(Journal):
     def __init__(self, inner: Journal, fault: Fault) -> None:

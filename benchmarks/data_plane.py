@@ -36,13 +36,15 @@ import torch
 from kvtier.abc.medium import MediumContext, Outcome, Record
 from kvtier.codec.catalogue import codec_named
 from kvtier.codec.frame import Asked, FrameHeader, content_sum
+from kvtier.config import redis_url
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.key import BlockKey, Origin, Shard, Span, address
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.storage_backends.redis import RedisMedium
-from kvtier.testing.valkey import ValkeyServer, start_valkey
+from kvtier.testing.valkey import start_valkey
 from kvtier.transfer.copy import load_blocks, read_frames, save_blocks, write_frames
 from kvtier.url import TierUrl
 
@@ -226,11 +228,12 @@ def nvme_ways(blocks: Blocks, rng: random.Random, directory: Path) -> Iterator[W
 
 
 @contextmanager
-def redis_ways(blocks: Blocks, server: ValkeyServer) -> Iterator[Ways]:
+def redis_ways(blocks: Blocks, url: TierUrl) -> Iterator[Ways]:
     params = RedisMedium.Params()
-    medium = RedisMedium.open(TierUrl.parse(server.url), params, MediumContext(blocks.block_bytes))
+    medium = RedisMedium.open(url, params, MediumContext(blocks.block_bytes))
+    medium.ping()
     pool = ThreadPoolExecutor(params.connections)
-    sockets = [_socket(server.socket_path) for _ in range(params.connections)]
+    sockets = [_socket(url) for _ in range(params.connections)]
     limit_names = [b"lim:%042d" % i for i in range(BLOCKS)]
     size = blocks.block_bytes
 
@@ -272,12 +275,27 @@ def redis_ways(blocks: Blocks, server: ValkeyServer) -> Iterator[Ways]:
         medium.close()
 
 
-def _socket(path: Path) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX)
+@contextmanager
+def redis_server(directory: Path) -> Iterator[TierUrl]:
+    """The server of ``KVTIER_REDIS_URL``, or one of our own on a Unix socket."""
+    given = redis_url()
+    if given is None:
+        with start_valkey(directory) as server:
+            yield TierUrl.parse(server.url)
+    elif given.scheme == "rediss" or given.password is not None or "password" in given.params:
+        raise ConfigError(
+            "KVTIER_REDIS_URL: the limit's bare sockets speak neither TLS nor AUTH; name a server without them"
+        )
+    else:
+        yield given
+
+
+def _socket(url: TierUrl) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX if url.scheme == "redis+unix" else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
     made.settimeout(5.0)
-    made.connect(str(path))
+    made.connect(url.path if url.scheme == "redis+unix" else (url.host or "127.0.0.1", url.port or 6379))
     return made
 
 
@@ -330,7 +348,7 @@ def measure(ways: Ways, blocks: Blocks, rounds: int) -> dict[str, tuple[float, f
 def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     workers = ThreadPoolExecutor(1)
-    with start_valkey(directory / "valkey") as server:
+    with redis_server(directory / "valkey") as url:
         for block_bytes in BLOCK_BYTES:
             rng = random.Random(seed)
             blocks = Blocks(block_bytes, rng)
@@ -338,7 +356,7 @@ def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
             tiers = {
                 "dram": dram_ways(blocks, workers, rng),
                 "nvme": nvme_ways(blocks, rng, nvme),
-                "redis": redis_ways(blocks, server),
+                "redis": redis_ways(blocks, url),
             }
             for tier, made in tiers.items():
                 with made as ways:
@@ -367,7 +385,10 @@ def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="KVTIER_REDIS_URL names a Redis to use instead of our own.",
+    )
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--directory", type=Path, help="where the NVMe tier's files go (default: a new temporary one)")
     parser.add_argument("--seed", type=int, default=20)
@@ -383,6 +404,9 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="kvtier-data-plane-", dir=parent))
     try:
         rows = run(directory, options.seed, options.rounds)
+    except KvtierError as fault:
+        print(f"data_plane: error: {fault}", file=sys.stderr)
+        return 2
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if options.json is not None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from kvtier.cli import demo
 from kvtier.cli import main as cli
 from kvtier.errors import ModelError
 
@@ -19,6 +23,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from kvtier.cli.showcase import Showcase
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "kvtier"
 
@@ -115,6 +122,8 @@ def test_config_masks_secrets(capsys: pytest.CaptureFixture[str]) -> None:
         (("config", "--tier", "s3://b"), "kvtier: error: unknown tier scheme 's3'; installed: dram, "),
         (("config", "--tier", "dram://?capactiy=1"), "did you mean 'capacity'?"),
         (("config", "--tier", "redis://:hunter2"), "kvtier: error: flag --tier: tiers: redis://...: "),
+        (("demo", "--tier", "dram://"), "kvtier: error: flag --tier: the demo sets up tiers of its own; leave it out"),
+        (("demo", "--json", "/nowhere/file"), "kvtier: error: flag --json: cannot write the file /nowhere/file"),
         (
             ("config", "--config", "/nowhere"),
             "kvtier: error: /nowhere: cannot read the settings: No such file or directory",
@@ -130,6 +139,37 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert "hunter2" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--port", "99999"], "127.0.0.1:99999: bind(): port must be 0-65535."),
+        (["--host", "192.0.2.1", "--port", "0"], "192.0.2.1:0: Cannot assign requested address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_said_once(flags: list[str], reason: str) -> None:
+    done = subprocess.run([SCRIPT, "serve", *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"kvtier: error: cannot listen on {reason}"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demos_table_is_whole_at_80_columns() -> None:
+    from rich.console import Console  # noqa: PLC0415 - not every install has it
+
+    row = demo.Row("cold", 19.2, 1579, 0, 1579, 0, None, None, logits_equal=True, tokens_equal=True)
+    served = replace(
+        row, tier="nvme", loaded_tokens=1568, computed_tokens=11, load_bytes=36126720, load_gb_s=12.5, io="buffered"
+    )
+    out = io.StringIO()
+    shown = SimpleNamespace(
+        model="SmolLM2-135M-Instruct", exact=True, machine=lambda: "x86_64, 2 compute threads of 2 cores"
+    )
+    demo._table([row, served, served], served, cast("Showcase", shown), Console(file=out, width=80))
+    assert "\u2026" not in out.getvalue()
+    assert "19200 ms" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_a_fault_of_the_user_inside_a_command(

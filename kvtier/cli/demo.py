@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,13 +25,14 @@ from kvtier.errors import ConfigError, KvtierError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from kvtier.cli.showcase import Showcase
 
 DRAM_CAPACITY = "512MiB"
 NVME_CAPACITY = "1GiB"
 COLD_RUNS = 3
+CHILD_SECONDS = 300.0
 QUESTION = "Who developed the Williams tube, and where?"
 CHAT = (
     QUESTION,
@@ -68,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if "tiers" in args:
+        raise ConfigError("flag --tier: the demo sets up tiers of its own; leave it out")
+    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
+        raise ConfigError(f"flag --json: cannot write the file {args.json}")
     settings = resolve(vars(args)).settings
     start_logging(settings.log_level)
     if args.redis_row is not None:
@@ -75,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    # As after Ctrl-C, the server is stopped and the folder removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-")))
@@ -118,24 +126,25 @@ def _show(settings: Settings, url: TierUrl, folder: Path, console: Console) -> d
 
     salt = f"demo {secrets.token_hex(8)}"  # a shared Redis may know the prompt from an earlier demo
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        with _stage(progress, f"loading {settings.engine.model}"):
-            showcase = Showcase(settings, document())
-        try:
+    with ExitStack() as stack:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            with _stage(progress, f"loading {settings.engine.model}"):
+                showcase = Showcase(settings, document())
+            stack.callback(showcase.close)
             with _stage(progress, "warming up on another prompt"):
                 showcase.warm_up()
             rows, same_process = _rows(showcase, settings, url, folder, salt, progress)
-            _table(rows, same_process, showcase, console)
-            _chat(showcase, salt, rows[0], console)
-        finally:
-            showcase.close()
+        _table(rows, same_process, showcase, console)
+        _chat(showcase, salt, rows[0], console)
     return {"model": showcase.model, "exact": showcase.exact, "rows": [asdict(row) for row in rows]}
 
 
 @contextmanager
-def _stage(progress: Progress, name: str, total: int = 1) -> Iterator[None]:
+def _stage(progress: Progress, name: str, total: int = 1) -> Iterator[TaskID]:
+    if not progress.console.is_terminal:
+        progress.console.print(name)
     task = progress.add_task(name, total=total)
-    yield
+    yield task
     progress.update(task, completed=total)
 
 
@@ -144,11 +153,11 @@ def _rows(
 ) -> tuple[list[Row], Row]:
     from kvtier.cli.showcase import write_reference
 
-    task = progress.add_task(f"cold, {COLD_RUNS} times", total=COLD_RUNS)
     colds = []
-    for number in range(COLD_RUNS):
-        colds.append(showcase.serve("cold", QUESTION, salt if number == COLD_RUNS - 1 else f"{salt} {number}"))
-        progress.advance(task)
+    with _stage(progress, f"cold, {COLD_RUNS} times", COLD_RUNS) as task:
+        for number in range(COLD_RUNS):
+            colds.append(showcase.serve("cold", QUESTION, salt if number == COLD_RUNS - 1 else f"{salt} {number}"))
+            progress.advance(task)
     cold = colds[-1]
     cold_row = replace(
         showcase.row(cold, (cold.tokens, cold.logits)), ttft_s=statistics.median(served.ttft for served in colds)
@@ -175,14 +184,17 @@ def _in_new_process(settings: Settings, url: TierUrl, folder: Path, salt: str, r
         if value is not None and not isinstance(value, bool)
     ]
     command = [sys.executable, "-m", "kvtier", "demo", "--redis-row", str(task), *flags]
-    done = subprocess.run(  # noqa: S603 - our own interpreter and our own flags
-        command,
-        env={**os.environ, "KVTIER_REDIS_URL": url.reveal()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and our own flags
+            command,
+            env={**os.environ, "KVTIER_REDIS_URL": url.reveal()},
+            capture_output=True,
+            text=True,
+            timeout=CHILD_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DemoFailure(f"the new process did not serve from Redis within {CHILD_SECONDS:.0f} s") from error
     if done.returncode:
         raise ConfigError(f"the new process could not serve from Redis: {done.stderr.strip() or done.returncode}")
     return Row(**json.loads((folder / "row.json").read_text()))
@@ -212,9 +224,12 @@ def _table(rows: list[Row], same_process: Row, showcase: Showcase, console: Cons
 
     cold = rows[0]
     table = Table(
-        title=f"{showcase.model}: one prompt of {cold.prompt_tokens} tokens\n{showcase.machine()}", box=box.SIMPLE_HEAD
+        title=f"{showcase.model}: one prompt of {cold.prompt_tokens} tokens\n{showcase.machine()}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    for name in ("tier", "TTFT", "speed-up", "loaded / computed", "MB", "GB/s", "I/O", "same logits"):
+    for name in ("tier", "TTFT", "speed-up", "loaded /\ncomputed", "MB", "GB/s", "I/O", "same\nlogits"):
         table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
     named = [(row.tier, row) for row in rows[:-1]]
     named += [("redis, new", rows[-1]), ("redis, same", same_process)]
@@ -231,8 +246,9 @@ def _table(rows: list[Row], same_process: Row, showcase: Showcase, console: Cons
         )
     console.print(table)
     console.print(
-        "Tokens of the prompt, loaded and computed; GB/s from first read to last scatter. Every row was served with the\n"
-        "faster tiers really emptied. redis, new: by a new process; redis, same: by this one.",
+        "Tokens of the prompt, loaded and computed; GB/s from first read to last scatter. Every row was served with the "
+        f"faster tiers really emptied. cold: median TTFT of {COLD_RUNS}; redis, new: by a new process; redis, same: by "
+        "this one.",
         highlight=False,
     )
     if not showcase.exact:
@@ -241,15 +257,16 @@ def _table(rows: list[Row], same_process: Row, showcase: Showcase, console: Cons
 
 def _chat(showcase: Showcase, salt: str, cold: Row, console: Console) -> None:
     """A few turns about the document: each sends the whole conversation again, and computes only what is new."""
-    console.print("\n[bold]A chat about the document[/bold]")
+    console.print("\n[bold]A chat about the document[/bold] (for speed; a small model is often wrong)")
     speed = cold.prompt_tokens / cold.ttft_s
     saved = 0.0
     for question, served in showcase.chat(CHAT, f"{salt} chat"):
         saved += served.loaded / speed
         console.print(f"[cyan]> {question}[/cyan]\n{served.text.strip()}", highlight=False)
+        instead = f" instead of about {1e3 * served.prompt / speed:.0f} ms" if served.loaded else ""
         console.print(
             f"  [dim]{served.prompt} prompt tokens, {served.loaded} from the cache; "
-            f"first token after {1e3 * served.ttft:.0f} ms instead of about {1e3 * served.prompt / speed:.0f} ms[/dim]"
+            f"first token after {1e3 * served.ttft:.0f} ms{instead}[/dim]"
         )
     console.print(f"The cache saved about {saved:.1f} s of computing in {len(CHAT)} turns.")
 

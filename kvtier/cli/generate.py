@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         n=args.n,
     )
+    if args.prompt is None and sys.stdin.isatty():
+        print("type the prompt and end it with Ctrl-D", file=sys.stderr)
     text = args.prompt if args.prompt is not None else sys.stdin.read()
     assembly = assemble(settings)
     try:

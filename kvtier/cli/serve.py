@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import errno
 import logging
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10
 """How long open requests may go on after SIGTERM."""
+
+LATE_SECONDS = 5
+"""How long after that their connections may take to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +90,11 @@ def _bound(settings: ServerSettings) -> socket.socket:
             family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
             return socket.create_server((settings.host, settings.port), family=family, backlog=512)
         return _bound_path(settings.uds)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+        why = str(getattr(error, "strerror", None) or error)
+        # Python repeats the address behind the reason.
+        raise ConfigError(f"cannot listen on {where}: {why.partition(' (while attempting')[0]}") from error
 
 
 def _bound_path(path: str) -> socket.socket:
@@ -124,18 +130,32 @@ def _server(assembly: Assembly) -> uvicorn.Server:
     from kvtier.engine.async_engine import AsyncEngine
     from kvtier.engine.server import Served, make_app
 
+    engine = AsyncEngine(assembly.engine)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """The engine ends what is open after the grace, so that clients are told; uvicorn would cut them off."""
+            log.info("stopping; open requests have %d s to end", GRACE_SECONDS)
+            closing = asyncio.ensure_future(engine.close(GRACE_SECONDS))
+            await super().shutdown(sockets)
+            if self.force_exit:  # a second Ctrl-C: uvicorn has not told the application to end
+                await self.lifespan.shutdown()
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+
     served = Served(
         assembly.engine.identity.model,
         assembly.engine.config.exact,
         tiers=assembly.tiers,
         metrics=assembly.render_metrics,
-        shutdown_seconds=GRACE_SECONDS,
+        shutdown_seconds=0,  # the grace is over when the application is told to end
     )
     config = uvicorn.Config(
-        make_app(AsyncEngine(assembly.engine), served),
+        make_app(engine, served),
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        log_level="warning",
+        timeout_graceful_shutdown=GRACE_SECONDS + LATE_SECONDS,
     )
-    return uvicorn.Server(config)
+    return Server(config)

@@ -176,7 +176,7 @@ class EngineSettings:
     )
     revision: str | None = _setting(None, "revision of the weights; without one they are fingerprinted")
     load_format: LoadFormat = _setting(LoadFormat.AUTO, "where weights come from; dummy: random, from the config alone")
-    device: str = _setting("auto", "torch device: auto, cpu, cuda or cuda:N")
+    device: str = _setting("auto", "torch device: auto or cpu")
     kv_dtype: KvDtype = _setting(
         KvDtype.AUTO, "what HBM slots hold; auto: the checkpoint's own 16-bit dtype, else bf16"
     )
@@ -405,7 +405,7 @@ def resolve(flags: Mapping[str, object] | None = None, environ: Mapping[str, str
 
 
 def redis_url(environ: Mapping[str, str] | None = None) -> TierUrl | None:
-    """The Redis that demo, tests and benchmarks are to use (``KVTIER_REDIS_URL``); None: they start their own."""
+    """The Redis that demo and benchmarks are to use (``KVTIER_REDIS_URL``); None: they start their own."""
     text = (os.environ if environ is None else environ).get(PREFIX + "REDIS_URL")
     return TierUrl.parse(text) if text else None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import CapacityError
-from kvtier.quantity import Bytes, format_bytes
+from kvtier.quantity import Bytes, rounded_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,6 @@ def require_memory(asked: int, what: str) -> None:
     available = available_memory()
     if asked > available.nbytes:
         raise CapacityError(
-            f"{what}: asked for {format_bytes(asked)} of memory, "
-            f"{format_bytes(available.nbytes)} are available ({available.where})"
+            f"{what}: asked for {rounded_bytes(asked)} of memory, "
+            f"{rounded_bytes(available.nbytes)} are available ({available.where})"
         )

@@ -51,6 +51,14 @@ def parse_seconds(text: str) -> Seconds:
     return Seconds(float(parts[0] * _DURATIONS[parts[1]]))
 
 
+def rounded_bytes(size: int) -> str:
+    """The size for people: one decimal of the largest unit that fits."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _SIZES[unit]:
+            return f"{size / _SIZES[unit]:.1f}".removesuffix(".0") + unit
+    return str(size)
+
+
 def format_bytes(size: int) -> str:
     """The shortest text that ``parse_bytes`` reads back exactly."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):

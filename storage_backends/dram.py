@@ -14,7 +14,7 @@ import numpy as np
 from kvtier.abc.medium import Iovec, MediumContext, Outcome, SlotMedium
 from kvtier.errors import CapacityError
 from kvtier.machine import require_memory
-from kvtier.quantity import Bytes, format_bytes
+from kvtier.quantity import Bytes, rounded_bytes
 from kvtier.storage_backends.iovec import gather, scatter
 from kvtier.url import TierUrl
 
@@ -69,7 +69,7 @@ class DramMedium(SlotMedium):
         slots = params.capacity // stride
         if slots < 1:
             raise CapacityError(
-                f"{location}: capacity={format_bytes(params.capacity)} does not hold one block of {format_bytes(stride)}"
+                f"{location}: capacity={rounded_bytes(params.capacity)} does not hold one block of {rounded_bytes(stride)}"
             )
         require_memory(params.capacity, str(location))
         return cls(slots, context.slot_bytes, prefault=params.prefault)

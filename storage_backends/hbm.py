@@ -14,7 +14,7 @@ from kvtier.abc.medium import Iovec, MediumContext, Outcome, SlotMedium, Status
 from kvtier.codec.frame import ByteArray
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.machine import require_memory
-from kvtier.quantity import format_bytes
+from kvtier.quantity import rounded_bytes
 from kvtier.storage_backends.iovec import gather, scatter, total
 from kvtier.url import TierUrl
 
@@ -55,7 +55,7 @@ class HbmMedium(SlotMedium):
         try:
             tensor = torch.zeros((slots, *shape_per_slot), dtype=dtype, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise CapacityError(f"asked for {format_bytes(asked)} of memory on {device}: {error}") from error
+            raise CapacityError(f"asked for {rounded_bytes(asked)} of memory on {device}: {error}") from error
         return cls(tensor.zero_())
 
     @classmethod

@@ -25,7 +25,7 @@ from kvtier.abc.medium import Arrived, Iovec, MediumContext, Outcome, Persistent
 from kvtier.codec.frame import HEADER_BYTES, FrameHeader
 from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
 from kvtier.key import Address, address
-from kvtier.quantity import Bytes, format_bytes
+from kvtier.quantity import Bytes, rounded_bytes
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
 from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal
 from kvtier.url import TierUrl
@@ -95,8 +95,8 @@ class NvmeMedium(PersistentSlotMedium):
         if not self._active.extents:
             need = self._active.extent_bytes + _OVERHEAD_BYTES
             raise CapacityError(
-                f"nvme tier {directory}: capacity={format_bytes(params.capacity)} does not hold one block of "
-                f"{format_bytes(slot_bytes)} and the index; it needs {format_bytes(need)}"
+                f"nvme tier {directory}: capacity={rounded_bytes(params.capacity)} does not hold one block of "
+                f"{rounded_bytes(slot_bytes)} and the index; it needs {rounded_bytes(need)}"
             )
         self.slots = self._active.slots
         self._lock = threading.Lock()
@@ -213,8 +213,8 @@ class NvmeMedium(PersistentSlotMedium):
         available = disk.f_bavail * disk.f_frsize + self.held_bytes()
         if self._budget > available:
             raise CapacityError(
-                f"nvme tier {self._directory}: asked for {format_bytes(self._budget)}, "
-                f"{format_bytes(available)} are available on its file system"
+                f"nvme tier {self._directory}: asked for {rounded_bytes(self._budget)}, "
+                f"{rounded_bytes(available)} are available on its file system"
             )
 
     def _other_classes(self) -> dict[int, SlotFile]:
@@ -335,6 +335,8 @@ def _record(slot: int, page: bytes) -> Record | None:
 
 def _locked(directory: Path) -> int:
     """The directory's lock, held until it is closed. Makes the directory; refuses one that holds other people's files."""
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"nvme://{directory}: is a file; give it a directory of its own")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     foreign = [name for name in sorted(entry.name for entry in directory.iterdir()) if not _is_ours(name)]
     if foreign:

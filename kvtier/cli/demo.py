@@ -178,11 +178,7 @@ def _in_new_process(settings: Settings, url: TierUrl, folder: Path, salt: str, r
     task = folder / "task.json"
     engine = {key: value.value if hasattr(value, "value") else value for key, value in asdict(settings.engine).items()}
     task.write_text(json.dumps({"salt": salt, "reference": str(reference), "row": str(folder / "row.json")}))
-    flags = [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in engine.items()
-        if value is not None and not isinstance(value, bool)
-    ]
+    flags = [_flag(name, value) for name, value in engine.items() if value is not None]
     command = [sys.executable, "-m", "kvtier", "demo", "--redis-row", str(task), *flags]
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and our own flags
@@ -198,6 +194,13 @@ def _in_new_process(settings: Settings, url: TierUrl, folder: Path, salt: str, r
     if done.returncode:
         raise ConfigError(f"the new process could not serve from Redis: {done.stderr.strip() or done.returncode}")
     return Row(**json.loads((folder / "row.json").read_text()))
+
+
+def _flag(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={value}"
 
 
 def _redis_process(settings: Settings, task_file: Path) -> int:

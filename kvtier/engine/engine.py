@@ -173,7 +173,8 @@ class Engine:
             plan = self._exchange.plan()
             outputs += self._give_up_stalled(schedule)
         self.progressed = bool(schedule.work)
-        self._tally.step(len(self._scheduler.running), len(self._scheduler.waiting), schedule.preempted)
+        self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
+        self._tally.preempted(schedule.preempted)
         planned = time.perf_counter()
         self.times.plan += planned - began
         if not schedule.work:
@@ -195,6 +196,7 @@ class Engine:
         with self.lock:
             outputs += self._note(work, schedule, logits, failed)
             plan = self._exchange.plan()
+        self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
         self._exchange.start_saves(plan)
         self.times.note += time.perf_counter() - computed
         self.times.steps += 1
@@ -263,8 +265,8 @@ class Engine:
             raise RequestError(f"token ids must be from 0 to {self._model.config.vocab - 1}")
         if len(prompt) >= self.max_length:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; this engine holds {self.max_length} per sequence, "
-                f"and at least one must be left to generate"
+                f"the prompt has {len(prompt)} tokens; this engine holds {self.max_length} per sequence "
+                f"(max_model_len, hbm_blocks), and at least one must be left to generate"
             )
         if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > self.max_length:
             raise RequestError(

@@ -37,11 +37,13 @@ class Tally:
     def __init__(self, metrics: EngineMetrics | None) -> None:
         self._metrics = metrics
 
-    def step(self, running: int, waiting: int, preempted: int) -> None:
+    def queue(self, running: int, waiting: int) -> None:
         if self._metrics is not None:
             self._metrics.queue(running=running, waiting=waiting)
-            if preempted:
-                self._metrics.preempted(preempted)
+
+    def preempted(self, requests: int) -> None:
+        if self._metrics is not None and requests:
+            self._metrics.preempted(requests)
 
     def first_token(self, stats: RequestStats) -> None:
         if self._metrics is None or stats.ttft is None:

@@ -179,6 +179,7 @@ def test_a_scripted_day_counts_what_a_hand_counts() -> None:
     assert metrics.value("kvtier_requests_total", outcome="abort") == 1
     assert metrics.value("kvtier_generated_tokens_total") == 8
     assert metrics.value("kvtier_metric_faults_total") == 0
+    assert metrics.value("kvtier_requests_running") == 0, "nothing runs any more"
 
 
 def test_times_are_in_order_and_steps_are_accounted_for() -> None:

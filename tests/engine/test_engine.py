@@ -160,6 +160,7 @@ def test_a_scripted_day_counts_what_a_hand_counts() -> None:
     connector = DictConnector()
     engine = make_engine(connector=connector, metrics=metrics.engine)
     engine.run([greedy("cold", prompt(1, 21), tokens=2)])
+    assert metrics.value("kvtier_requests_running") == 0, "nothing runs any more"
     engine.run([greedy("hbm", prompt(1, 21), tokens=2)])
     engine.settle(5.0)
     engine.reset_prefix_cache()
@@ -179,7 +180,6 @@ def test_a_scripted_day_counts_what_a_hand_counts() -> None:
     assert metrics.value("kvtier_requests_total", outcome="abort") == 1
     assert metrics.value("kvtier_generated_tokens_total") == 8
     assert metrics.value("kvtier_metric_faults_total") == 0
-    assert metrics.value("kvtier_requests_running") == 0, "nothing runs any more"
 
 
 def test_times_are_in_order_and_steps_are_accounted_for() -> None:

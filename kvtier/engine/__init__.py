@@ -2,6 +2,7 @@
 
 import os
 
-# Compute threads that spin at every barrier stand still, a scheduler's time slice at a time, as soon as anything else
-# wants a core: a 3-second prefill was seen to take 165. OpenMP reads this once, when torch is first imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# How long compute threads spin at the end of a parallel region before they sleep: see docs/design/0006. OpenMP reads this
+# once, when torch is first imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 STRIDE = 512
 """Tokens of K and V that the kernel takes at a time."""
-PIECE = 256
+PIECE = 128
 """Queries per call of a long chunk at most. Shorter pieces compute less of what the mask throws away, down to here."""
 ROWS = 16
 """Queries are padded to a multiple of this many rows."""

@@ -130,7 +130,10 @@ class LlamaModel:
         return self._head(self._normed(hidden.index_select(0, wanted), self._norm))
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+        """Root-mean-square norm. The squares are summed in one pass; ``F.rms_norm`` writes them down first."""
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(self.config.rms_eps).rsqrt_()
+        return (x * scale).mul_(weight)
 
 
 def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:

@@ -33,6 +33,8 @@ from kvtier.codec.frame import (
 from kvtier.errors import CorruptFrame
 from kvtier.transfer.staging import Staging
 
+COPY_BYTES = 1 << 20
+"""Memory that a thread copies before it takes the next part: small, so that two threads end together."""
 PART_BYTES = 8 << 20
 """Bytes that one thread copies, encodes or decodes before it goes on to the next part of a batch."""
 
@@ -81,7 +83,7 @@ def save_blocks(
             if view is not None
         ]
 
-    saved = _dealt(save, _parts(len(slots), size), workers)
+    saved = _dealt(save, _parts(len(slots), size, COPY_BYTES), workers)
     return [outcome for outcome, _ in saved], [made for _, made in saved]
 
 
@@ -119,7 +121,7 @@ def load_blocks(
             loaded[at] = outcome
         return loaded
 
-    return _dealt(load, _parts(len(slots), size), workers)
+    return _dealt(load, _parts(len(slots), size, COPY_BYTES), workers)
 
 
 def write_frames(
@@ -279,8 +281,8 @@ def _copied(source: ByteArray, into: ByteArray, expected: bytes | None) -> bool:
     return copy_with_sum(source, into) == expected
 
 
-def _parts(count: int, each_bytes: int) -> list[range]:
-    size = max(1, PART_BYTES // max(1, each_bytes))
+def _parts(count: int, each_bytes: int, part_bytes: int = PART_BYTES) -> list[range]:
+    size = max(1, part_bytes // max(1, each_bytes))
     return [range(start, min(count, start + size)) for start in range(0, count, size)]
 
 

@@ -131,9 +131,10 @@ class LlamaModel:
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm. The squares are summed in one pass; ``F.rms_norm`` writes them down first."""
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(self.config.rms_eps).rsqrt_()
-        return (x * scale).mul_(weight)
+        normed: torch.Tensor = (x * scale).mul_(weight)
+        return normed
 
 
 def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:

@@ -140,7 +140,6 @@ def test_any_policy_under_a_pool_evicts_only_what_may_go_and_tails_before_heads(
             pool.release(allocation.slots, float(step))
         pool.release(have, float(step))
         assert pool.check() == []
-        for resident in pool.entries():
-            depth = int.from_bytes(resident, "little") % 1000
-            above = entry(int.from_bytes(resident, "little") - 1)
-            assert depth == 0 or pool.slot(above) is not None, "a head went before its tail"
+        for number in (int.from_bytes(resident, "little") for resident in pool.entries()):
+            has_parent = number % 1000 == 0 or pool.slot(entry(number - 1)) is not None
+            assert has_parent, "a head went before its tail"

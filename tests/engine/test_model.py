@@ -18,6 +18,7 @@ from kvtier.engine.checkpoint import open_checkpoint
 from kvtier.engine.exactness import exact_tails, self_test, settle
 from kvtier.engine.model import LlamaModel, StepBatch
 from kvtier.testing.reference import reference_model
+from kvtier.testing.requirements import require_machine
 
 from .conftest import RealModel
 from .tiny import GAP, GAP_PROMPTS, GAP_STEPS, make_gap_checkpoint, make_tiny_checkpoint, smallest_gap
@@ -150,8 +151,7 @@ def test_k_and_v_are_rounded_to_the_kv_dtype_and_read_back(tiny: LlamaModel, kv_
 
 
 def test_hits_are_bit_equal_to_cold_runs_where_the_self_test_says_so(tiny: LlamaModel) -> None:
-    if not self_test(tiny, "bf16", BLOCK):
-        pytest.skip("machine: the self-test finds no bit-equality here")
+    require_machine(self_test(tiny, "bf16", BLOCK), "the self-test finds no bit-equality here")
     for seed, length in enumerate((47, 300, 545, 700)):
         tokens = words(seed, length)
         kv = tiny.allocate_kv(length // BLOCK + 1, BLOCK, "bf16")
@@ -239,8 +239,7 @@ def test_smollm2_matches_transformers(smollm2: RealModel, prose: str) -> None:
 @pytest.mark.timeout(600)
 def test_smollm2_hits_are_bit_equal_to_cold_runs(smollm2: RealModel, prose: str, seed: int) -> None:
     """20 prompts of 300-900 tokens, hits at three boundaries each, and at each of them chunks of 96, 256 and 512."""
-    if not smollm2.exact:
-        pytest.skip("machine: the self-test finds no bit-equality here")
+    require_machine(smollm2.exact, "the self-test finds no bit-equality here")
     ids = smollm2.tokenizer.encode(prose)
     chance = random.Random(seed)
     lengths = [chance.randrange(513, 900) for _ in range(8)] + [chance.randrange(300, 513) for _ in range(12)]

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 STRIDE = 512
 """Tokens of K and V that the kernel takes at a time."""
-PIECE = 128
-"""Queries per call of a long chunk at most. Shorter pieces compute less of what the mask throws away, down to here."""
+PIECE_ROWS = 512
+"""Rows of queries per KV head and call of a long chunk at most: shorter pieces compute less of what the mask throws away, and
+192 to 767 rows are multiplied in tiles of 64."""
 ROWS = 16
 """Queries are padded to a multiple of this many rows."""
 SCRATCH_BYTES = 10_000_000
@@ -50,13 +51,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of one chunk whose positions lie in the same `PIECE` tokens, with as much of K and V as the last one sees."""
+    """Queries of one chunk whose positions lie in the same stretch, with as much of K and V as the last one sees."""
 
     first: int
     """Row of its first query among the step's tokens."""
     count: int
     mask: torch.Tensor
-    """Additive, ``[rows, width]``."""
+    """Additive, ``[rows, width]``, the query heads of a KV head as neighbouring rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class AttentionPlan:
     calls: tuple[_Prefill | _Decode, ...]
 
 
-def plan(chunks: Sequence[Chunk], kv: torch.Tensor, tails: Sequence[int] = (STRIDE,)) -> AttentionPlan:
+def plan(chunks: Sequence[Chunk], kv: torch.Tensor, heads: int, tails: Sequence[int] = (STRIDE,)) -> AttentionPlan:
     """Prepare one step over ``kv`` ``[slot, layer, 2, token, kv_head, head_dim]`` and zero the unused ends of new blocks.
 
-    ``tails`` are the lengths a last stride may be padded to, in rising order and up to `STRIDE`.
+    ``heads`` is the number of query heads; ``tails`` are the lengths a last stride may be padded to, in rising order and up to `STRIDE`.
     """
     layers, block_tokens = kv.shape[1], kv.shape[3]
     written: list[int] = []
@@ -111,9 +112,9 @@ def plan(chunks: Sequence[Chunk], kv: torch.Tensor, tails: Sequence[int] = (STRI
         if len(chunk.tokens) == 1:
             single.append((first, chunk))
         else:
-            calls.append(_prefill(chunk, first, kv, tails))
+            calls.append(_prefill(chunk, first, kv, heads // kv.shape[4], tails))
         first += len(chunk.tokens)
-    calls.extend(_decode(group, kv, tails) for group in _groups(single, kv, tails))
+    calls.extend(_decode(some, kv, tails) for some in _batches(single, kv, tails))
     keys = torch.tensor(written)
     pairs = torch.stack((keys, keys + block_tokens), dim=1).flatten()
     return AttentionPlan(_by_layer(pairs, layers, 2 * block_tokens), tuple(calls))
@@ -146,27 +147,29 @@ def attend(queries: torch.Tensor, kv: torch.Tensor, layer: int, step: AttentionP
     return out
 
 
-def _prefill(chunk: Chunk, first: int, kv: torch.Tensor, tails: Sequence[int]) -> _Prefill:
+def _prefill(chunk: Chunk, first: int, kv: torch.Tensor, group: int, tails: Sequence[int]) -> _Prefill:
+    length = max(PIECE_ROWS // _power_of_two(group), ROWS)
     pieces = []
     position = chunk.start
     while position < chunk.end:
-        stop = min(chunk.end, (position // PIECE + 1) * PIECE)
+        stop = min(chunk.end, (position // length + 1) * length)
         count = stop - position
         last = torch.full((_up(count, ROWS), 1), position)
         last[:count, 0] += torch.arange(count)
-        pieces.append(_Piece(first + position - chunk.start, count, _mask(last, _width(stop, tails))))
+        mask = _mask(last.repeat_interleave(group, dim=0), _width(stop, tails))
+        pieces.append(_Piece(first + position - chunk.start, count, mask))
         position = stop
     return _Prefill(_blocks([chunk], _width(chunk.end, tails), kv), tuple(pieces))
 
 
-def _decode(group: Sequence[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> _Decode:
-    chunks = [chunk for _, chunk in group]
+def _decode(batch: Sequence[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> _Decode:
+    chunks = [chunk for _, chunk in batch]
     most = _width(max(chunk.end for chunk in chunks), tails)
     last = torch.tensor([chunk.start for chunk in chunks]).view(-1, 1, 1, 1)
-    return _Decode(_blocks(chunks, most, kv), torch.tensor([first for first, _ in group]), _mask(last, most))
+    return _Decode(_blocks(chunks, most, kv), torch.tensor([first for first, _ in batch]), _mask(last, most))
 
 
-def _groups(single: list[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> list[list[tuple[int, Chunk]]]:
+def _batches(single: list[tuple[int, Chunk]], kv: torch.Tensor, tails: Sequence[int]) -> list[list[tuple[int, Chunk]]]:
     """Cut one-token chunks into calls: all at once while that stays in the caches, else by length in small groups."""
     if not single:
         return []
@@ -217,21 +220,16 @@ def _gathered(kv: torch.Tensor, blocks: torch.Tensor, sequences: int) -> tuple[t
 def _attend_piece(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, out: torch.Tensor
 ) -> None:
-    """KV heads as the batch and the query heads of each as its heads: one mask serves all."""
     heads, head_dim = queries.shape[1:]
     kv_heads = keys.shape[1]
+    group = heads // kv_heads
     rows, width = piece.mask.shape
-    own = queries[piece.first : piece.first + piece.count].view(piece.count, kv_heads, heads // kv_heads, head_dim)
-    padded = own if piece.count == rows else F.pad(own, (0, 0, 0, 0, 0, 0, 0, rows - piece.count))
-    shape = (kv_heads, heads // kv_heads, width, head_dim)
-    result = F.scaled_dot_product_attention(
-        padded.permute(1, 2, 0, 3),
-        keys[0, :, None, :width].expand(shape),
-        values[0, :, None, :width].expand(shape),
-        attn_mask=piece.mask,
-    )
-    out[piece.first : piece.first + piece.count] = (
-        result[:, :, : piece.count].permute(2, 0, 1, 3).reshape(-1, heads, head_dim)
+    own = queries[piece.first : piece.first + piece.count].view(piece.count, kv_heads, group, head_dim).transpose(0, 1)
+    own = F.pad(own, (0, 0, 0, 0, 0, rows // group - piece.count)).reshape(1, kv_heads, rows, head_dim)
+    result = F.scaled_dot_product_attention(own, keys[:, :, :width], values[:, :, :width], attn_mask=piece.mask)
+    result = result.view(kv_heads, -1, group, head_dim)[:, : piece.count]
+    out[piece.first : piece.first + piece.count].view(piece.count, kv_heads, group, head_dim).copy_(
+        result.transpose(0, 1)
     )
 
 
@@ -251,3 +249,8 @@ def _attend_decode(
 
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()

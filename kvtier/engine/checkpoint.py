@@ -23,6 +23,7 @@ import torch
 from kvtier.engine import safetensors
 from kvtier.engine.architecture import ModelConfig, config_from_hf, random_tensors
 from kvtier.engine.gguf import GgufFile
+from kvtier.engine.rope import FORMAT as ENGINE_FORMAT
 from kvtier.engine.tokenizer import Tokenizer, TokenizerSource
 from kvtier.errors import ModelError
 from kvtier.key import Identity
@@ -95,6 +96,7 @@ class Checkpoint:
             kv_dtype=dtype,
             layout=self.config.layout(block_tokens, dtype),
             rope=self.rope,
+            engine_format=ENGINE_FORMAT,
         )
 
 

@@ -51,12 +51,15 @@ def exact_tails(model: LlamaModel) -> tuple[int, ...]:
     kv = torch.empty(2 * attention.STRIDE // 64, 1, 2, 64, config.kv_heads, config.head_dim).normal_(
         generator=generator
     )
-    queries = torch.empty(48, config.heads, config.head_dim).normal_(generator=generator)
+    queries = torch.empty(64, config.heads, config.head_dim).normal_(generator=generator)
     table = range(len(kv))
 
     def agrees(tail: int, end: int, count: int) -> bool:
         chunk = Chunk(range(count), end - count, table)
-        short, whole = (attention.plan([chunk], kv, tails) for tails in ((tail, attention.STRIDE), (attention.STRIDE,)))
+        short, whole = (
+            attention.plan([chunk], kv, config.heads, tails)
+            for tails in ((tail, attention.STRIDE), (attention.STRIDE,))
+        )
         own = queries[:count]
         return torch.equal(attention.attend(own, kv, 0, short), attention.attend(own, kv, 0, whole))
 

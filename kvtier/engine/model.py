@@ -13,7 +13,7 @@ from kvtier.engine import attention
 from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.attention import Chunk
 from kvtier.engine.linear import LEAST_ROWS, Linear
-from kvtier.engine.rope import RopeTable, rotate
+from kvtier.engine.rope import RopeTable, paired, rotate
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Torch's names for the dtypes that HBM slots may hold."""
@@ -50,10 +50,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: torch.Tensor
+    """Projections; those that follow a norm carry its weight."""
+
     qkv: Linear
     output: Linear
-    mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
 
@@ -65,9 +65,9 @@ class LlamaModel:
         """``tensors`` by Hugging Face name, as `Checkpoint.tensors` gives them; projections are packed, not kept."""
         self.config = config
         self._embedding = tensors["model.embed_tokens.weight"].float()
-        self._layers = [_layer(tensors, f"model.layers.{index}.") for index in range(config.layers)]
-        self._norm = tensors["model.norm.weight"].float()
-        self._head = Linear(self._embedding if config.tie_embeddings else tensors["lm_head.weight"])
+        self._layers = [_layer(tensors, f"model.layers.{index}.", config.head_dim) for index in range(config.layers)]
+        head = self._embedding if config.tie_embeddings else tensors["lm_head.weight"].float()
+        self._head = Linear(head * tensors["model.norm.weight"].float())
         self._rope = RopeTable(config)
         self.attention_tails: tuple[int, ...] = (attention.STRIDE,)
         """Lengths that attention may pad a context's last stride to; `exactness.settle` finds those that are exact here."""
@@ -104,48 +104,47 @@ class LlamaModel:
         assert (*kv.shape[1:3], *kv.shape[4:]) == (config.layers, 2, config.kv_heads, config.head_dim), kv.shape
         if not batch.chunks:
             return torch.empty(0, config.vocab)
-        step = attention.plan(batch.chunks, kv, self.attention_tails)
+        step = attention.plan(batch.chunks, kv, config.heads, self.attention_tails)
         tokens = [token for chunk in batch.chunks for token in chunk.tokens]
         positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.end)]
         # A small step is filled up here once, not by `Linear` at every call; the spare rows are written nowhere.
         spare = max(LEAST_ROWS - len(tokens), 0)
         hidden = F.embedding(torch.tensor(tokens + tokens[-1:] * spare), self._embedding)
-        cos, sin = self._rope.rows(torch.tensor(positions + positions[-1:] * spare))
+        turns = self._rope.rows(torch.tensor(positions + positions[-1:] * spare))
         turned = config.heads + config.kv_heads
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
                 before_layer(index)
-            qkv = layer.qkv(self._normed(hidden, layer.attention_norm)).view(len(hidden), -1, config.head_dim)
-            rotated = rotate(qkv[:, :turned], cos, sin)
+            qkv = layer.qkv(self._normed(hidden)).view(len(hidden), -1, config.head_dim)
+            rotated = rotate(qkv[:, :turned], turns)
             attention.write(kv, index, rotated[:, config.heads :], qkv[:, turned:], step)
             if after_layer is not None:
                 after_layer(index)
             mixed = attention.attend(rotated[:, : config.heads], kv, index, step)
             hidden += layer.output(mixed.flatten(1))
-            gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(self._normed(hidden)).chunk(2, dim=-1)
             hidden += layer.down(F.silu(gate).mul_(up))
         wanted = torch.tensor(batch.wanted_rows(), dtype=torch.int64)
         if not len(wanted):
             return torch.empty(0, config.vocab)
-        return self._head(self._normed(hidden.index_select(0, wanted), self._norm))
+        return self._head(self._normed(hidden.index_select(0, wanted)))
 
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root-mean-square norm. The squares are summed in one pass; ``F.rms_norm`` writes them down first."""
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Root-mean-square norm but for its weight. The squares are summed in one pass; ``F.rms_norm`` writes them down first."""
         squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(self.config.rms_eps).rsqrt_()
-        normed: torch.Tensor = (x * scale).mul_(weight)
-        return normed
+        return x * squares.div_(x.shape[-1]).add_(self.config.rms_eps).rsqrt_()
 
 
-def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
-    def stacked(*names: str) -> Linear:
-        return Linear(torch.cat([tensors[f"{prefix}{name}.weight"].float() for name in names]))
+def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, head_dim: int) -> _Layer:
+    def weight(name: str) -> torch.Tensor:
+        return tensors[f"{prefix}{name}.weight"].float()
 
+    queries, keys = (paired(weight(f"self_attn.{name}"), head_dim) for name in ("q_proj", "k_proj"))
+    qkv = torch.cat((queries, keys, weight("self_attn.v_proj")))
+    gate_up = torch.cat((weight("mlp.gate_proj"), weight("mlp.up_proj")))
     return _Layer(
-        attention_norm=tensors[prefix + "input_layernorm.weight"].float(),
-        qkv=stacked("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=stacked("self_attn.o_proj"),
-        mlp_norm=tensors[prefix + "post_attention_layernorm.weight"].float(),
-        gate_up=stacked("mlp.gate_proj", "mlp.up_proj"),
-        down=stacked("mlp.down_proj"),
+        qkv=Linear(qkv * weight("input_layernorm")),
+        output=Linear(weight("self_attn.o_proj")),
+        gate_up=Linear(gate_up * weight("post_attention_layernorm")),
+        down=Linear(weight("mlp.down_proj")),
     )

@@ -269,9 +269,9 @@ def make_tiny(path: Path, seed: int, count: int = 64) -> Tiny:
 
 
 def environment() -> dict[str, str]:
-    """Ours without kvtier's settings, and quiet threads."""
+    """Ours without kvtier's settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    return {**kept, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def kvtier(*argv: str, variables: Mapping[str, str], seconds: float = 90.0) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,7 @@ class Cache:
         """Write random K and V for ``(sequence, chunk)`` pairs; gives random queries, the plan and the expected output."""
         tokens = sum(len(chunk.tokens) for _, chunk in chunks)
         keys, values, queries = self.random(tokens, KV_HEADS), self.random(tokens, KV_HEADS), self.random(tokens, HEADS)
-        step = attention.plan([chunk for _, chunk in chunks], self.kv)
+        step = attention.plan([chunk for _, chunk in chunks], self.kv, HEADS)
         attention.write(self.kv, layer, keys, values, step)
         expected, row = [], 0
         for sequence, chunk in chunks:

@@ -93,7 +93,7 @@ class AttentionPlan:
 def plan(chunks: Sequence[Chunk], kv: torch.Tensor, heads: int, tails: Sequence[int] = (STRIDE,)) -> AttentionPlan:
     """Prepare one step over ``kv`` ``[slot, layer, 2, token, kv_head, head_dim]`` and zero the unused ends of new blocks.
 
-    ``heads`` is the number of query heads; ``tails`` are the lengths a last stride may be padded to, in rising order and up to `STRIDE`.
+    ``heads`` counts the query heads; ``tails`` are the lengths a last stride may be padded to, rising and up to `STRIDE`.
     """
     layers, block_tokens = kv.shape[1], kv.shape[3]
     written: list[int] = []

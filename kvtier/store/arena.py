@@ -12,6 +12,7 @@ from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.codec.frame import FrameHeader
 from kvtier.key import Address, address
 from kvtier.pool import BlockPool, Slot
+from kvtier.store.headers import HeaderTable
 
 
 def entry_meta(header: FrameHeader) -> EntryMeta:
@@ -34,7 +35,7 @@ class Arena:
     def __init__(self, medium: SlotMedium, policy: EvictionPolicy) -> None:
         self.medium = medium
         self.pool = BlockPool(medium.slots, policy)
-        self.headers: list[FrameHeader | None] = [None] * medium.slots
+        self.headers = HeaderTable(medium.slots)
         self.owed = bytearray(medium.slots)
         """Per slot a bit per lower tier that is still to be offered, or is being written."""
         self.below = bytearray(medium.slots)
@@ -69,7 +70,7 @@ class Arena:
         """Commit a WRITING slot; False where the block is there already."""
         if not self.pool.commit(slot, address, entry_meta(header), now):
             return False
-        self.headers[slot] = header
+        self.headers.put(slot, header)
         self.owed[slot] = 0
         self.below[slot] = 0
         return True
@@ -77,7 +78,7 @@ class Arena:
     def drop(self, slot: Slot, *, evicted: bool) -> Gone:
         """Take a READY slot off the map, with one reference of the caller's to release."""
         gone = Gone(self.pool.retire(slot, evicted=evicted), self.below[slot] == 0)
-        self.headers[slot] = None
+        self.headers.drop(slot)
         self.owed[slot] = 0
         return gone
 
@@ -97,8 +98,9 @@ class Arena:
         return list(self._quarantined)
 
     def header(self, slot: Slot) -> FrameHeader:
-        header = self.headers[slot]
-        assert header is not None, f"slot {slot} is resident"
+        entry = self.pool.entry(slot)
+        header = entry and self.headers.get(slot, entry)
+        assert header, f"slot {slot} is resident"
         return header
 
     def check(self) -> list[str]:
@@ -107,9 +109,10 @@ class Arena:
         for entry in self.pool.entries():
             slot = self.pool.slot(entry)
             assert slot is not None
-            header = self.headers[slot]
-            if header is None or entry != address(header.key, header.shard):
-                found.append(f"dram slot {slot} holds another block than its entry says")
+            if self.headers.get(slot, entry) is None:
+                found.append(f"dram slot {slot} has an entry and no header")
+        if self.headers.count != self.pool.ready:
+            found.append(f"dram has {self.headers.count} headers for {self.pool.ready} blocks")
         return found
 
     def clean(self, slots: Sequence[Slot], bit: int, *, taken: bool) -> None:

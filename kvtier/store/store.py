@@ -153,7 +153,7 @@ class TieredStore(Store):
             self._promoter.release(match)
             proven = [self._always or self._random.random() < SAMPLE_SHARE for _ in slots]
             sums = [
-                self._arena.header(slot).content if prove else None for slot, prove in zip(slots, proven, strict=True)
+                self._arena.headers.content(slot) if prove else None for slot, prove in zip(slots, proven, strict=True)
             ]
         beyond = _failed(len(into.slots) - count, "the match no longer holds this block")
 

@@ -1,0 +1,92 @@
+"""What is known of each block in DRAM, in arrays: a header object of its own would cost more than the rest of the index."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from kvtier.codec.frame import SUM_BYTES, FrameHeader
+from kvtier.key import KEY_BYTES, Address, BlockKey, Shard
+from kvtier.pool import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What many blocks have in common; kept once, and as long as one of them is there."""
+
+    identity: bytes
+    scope: bytes
+    tenant: bytes
+    shard: Shard
+    layout: bytes
+    raw_bytes: int
+
+
+class HeaderTable:
+    """Headers by slot. In DRAM every block is raw, so codec, payload length and stored sum need no place."""
+
+    def __init__(self, slots: int) -> None:
+        self._parents = bytearray(KEY_BYTES * slots)
+        self._contents = bytearray(SUM_BYTES * slots)
+        self._created = array("d", [0.0]) * slots
+        self._expires = array("d", [0.0]) * slots
+        self._depths = array("I", [0]) * slots
+        self._shared: list[_Shared | None] = [None] * slots
+        self._known: dict[_Shared, _Shared] = {}
+        self._blocks: dict[_Shared, int] = {}
+
+    def put(self, slot: Slot, header: FrameHeader) -> None:
+        """Note the header of the block that ``slot`` holds from now on."""
+        self.drop(slot)
+        shared = _Shared(header.identity, header.scope, header.tenant, header.shard, header.layout, header.raw_bytes)
+        shared = self._known.setdefault(shared, shared)
+        self._blocks[shared] = self._blocks.get(shared, 0) + 1
+        self._shared[slot] = shared
+        self._parents[KEY_BYTES * slot : KEY_BYTES * (slot + 1)] = header.parent
+        self._contents[SUM_BYTES * slot : SUM_BYTES * (slot + 1)] = header.content
+        self._created[slot] = header.created
+        self._expires[slot] = header.expires_at or 0.0
+        self._depths[slot] = header.depth
+
+    def drop(self, slot: Slot) -> None:
+        """The slot holds nothing any more."""
+        shared = self._shared[slot]
+        if shared is None:
+            return
+        self._shared[slot] = None
+        self._blocks[shared] -= 1
+        if not self._blocks[shared]:
+            del self._blocks[shared], self._known[shared]
+
+    def content(self, slot: Slot) -> bytes:
+        """The content sum of the block that ``slot`` holds."""
+        return bytes(self._contents[SUM_BYTES * slot : SUM_BYTES * (slot + 1)])
+
+    def get(self, slot: Slot, entry: Address) -> FrameHeader | None:
+        """The header of ``entry``'s block in ``slot``; None where the slot holds nothing."""
+        shared = self._shared[slot]
+        if shared is None:
+            return None
+        content = self.content(slot)
+        return FrameHeader(
+            key=BlockKey(entry[:KEY_BYTES]),
+            parent=BlockKey(bytes(self._parents[KEY_BYTES * slot : KEY_BYTES * (slot + 1)])),
+            depth=self._depths[slot],
+            identity=shared.identity,
+            scope=shared.scope,
+            tenant=shared.tenant,
+            shard=shared.shard,
+            layout=shared.layout,
+            created=self._created[slot],
+            expires_at=self._expires[slot] or None,
+            raw_bytes=shared.raw_bytes,
+            content=content,
+            codec=0,
+            payload_bytes=shared.raw_bytes,
+            stored=content,
+        )
+
+    @property
+    def count(self) -> int:
+        """How many slots hold a block."""
+        return sum(self._blocks.values())

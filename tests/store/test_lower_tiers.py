@@ -49,7 +49,7 @@ def test_slots_of_dropped_blocks_come_back_after_a_failed_delete(tmp_path: Path,
     assert tier.pool.retiring == 6, "a slot is free only after its delete is committed"
     fault.active = False
     revived(bench)
-    bench.clock[0] += 10
+    bench.clock.advance(10)
     bench.store.keep()
     bench.turn()
     assert tier.pool.retiring == 0

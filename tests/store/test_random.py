@@ -90,7 +90,7 @@ class Walk:
         worker.run_one(self.rng.randrange)
 
     def wait(self) -> None:
-        self.bench.clock[0] += self.rng.choice([0.1, 1.0, 3.0])
+        self.bench.clock.advance(self.rng.choice([0.1, 1.0, 3.0]))
         self.bench.store.keep()
 
     def drop(self) -> None:
@@ -144,7 +144,7 @@ class Walk:
             self.bench.store.forget(name)
         for _ in range(20):
             self.bench.turn()
-            self.bench.clock[0] += 3.0
+            self.bench.clock.advance(3.0)
             self.bench.store.keep()
         self.check()
         assert not self.loads

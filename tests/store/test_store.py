@@ -83,7 +83,7 @@ def test_leased_blocks_survive_pressure() -> None:
 def test_a_full_dram_without_lower_tiers_evicts_tails_first() -> None:
     bench = make_bench(dram=8)
     bench.save(chain(1, 6))
-    bench.clock[0] += 1
+    bench.clock.advance(1)
     bench.save(chain(2, 6))
     assert bench.match(chain(1, 6), "old").hits == 2
     assert [block.reason for block in bench.store.explain("old")][2] is Reason.EVICTED
@@ -159,7 +159,7 @@ def test_a_pending_match_ends_at_its_deadline(tmp_path: Path) -> None:
     bench.empty_dram()
     match = bench.store.match("r", keys)
     assert match.pending
-    bench.clock[0] += 10
+    bench.clock.advance(10)
     assert not match.pending
     assert match.hits == 0
     assert match.blocks[0].reason is Reason.DEADLINE
@@ -300,7 +300,7 @@ def test_a_use_refreshes_the_prefix_that_the_engine_itself_has() -> None:
     keys = chain(1, 4)
     bench.save(keys)
     bench.save(chain(2, 4))
-    bench.clock[0] += 1
+    bench.clock.advance(1)
     bench.match(keys, "r", start=4).release()
     bench.save(chain(3, 4))
     assert bench.match(keys, "after").hits == 4, "the other chain was colder"
@@ -347,7 +347,7 @@ def test_a_hit_pushes_back_the_expiry_of_its_whole_prefix_but_not_at_every_hit()
     bench.match(keys, "b").release()
     bench.turn()
     assert shared.touched == [4], "what the engine itself has counts as used; a minute has not passed"
-    bench.clock[0] += 61
+    bench.clock.advance(61)
     bench.match(keys, "c").release()
     bench.turn()
     assert shared.touched == [4, 4]
@@ -402,7 +402,7 @@ def test_who_waited_in_vain_still_gets_what_dram_has(tmp_path: Path) -> None:
     first = bench.store.match("first", chain(1, 6))
     second = bench.store.match("second", chain(2, 4))
     assert first.pending and second.pending
-    bench.clock[0] += 10
+    bench.clock.advance(10)
     assert not first.pending and first.hits == 0
     assert not second.pending and second.hits == 4, "its turn has come"
     first.release()
@@ -418,14 +418,14 @@ def test_the_wait_behind_other_requests_is_not_the_wait_for_blocks(tmp_path: Pat
     bench.save(chain(2, 8))
     first, second = (bench.store.match(str(number), chain(number, 8)) for number in (1, 2))
     assert first.hits == 8 and second.pending
-    bench.clock[0] += 10
+    bench.clock.advance(10)
     bench.store.keep()
     assert second.pending
     first.release()
     assert not second.pending and second.hits == 8
     third = bench.store.match("3", chain(1, 8))
     assert third.pending
-    bench.clock[0] += 30
+    bench.clock.advance(30)
     assert not third.pending, "no wait is for ever"
     second.release()
     third.release()

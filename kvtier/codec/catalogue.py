@@ -5,9 +5,10 @@ from __future__ import annotations
 from kvtier.abc.codec import Codec
 from kvtier.codec.raw import RawCodec
 from kvtier.codec.shuffle_lz4 import ShuffleLz4Codec
+from kvtier.codec.zstd import ZstdCodec
 from kvtier.errors import ConfigError
 
-_CODECS: tuple[Codec, ...] = (RawCodec(), ShuffleLz4Codec())
+_CODECS: tuple[Codec, ...] = (RawCodec(), ShuffleLz4Codec(), ZstdCodec())
 
 
 def codec_names() -> list[str]:

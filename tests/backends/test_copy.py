@@ -95,12 +95,12 @@ def test_empty_batches_are_no_batches() -> None:
     engine, dram = engine_memory("hbm", 1), DramMedium(1, BLOCK, prefault=False)
     assert save_blocks(engine, [], dram, []) == ([], [])
     assert load_blocks(dram, [], [], engine, []) == []
-    for name in ("raw", "shuffle+lz4"):
+    for name in ("raw", "shuffle+lz4", "zstd"):
         assert write_frames(MemoryMedium(), [], [], [], codec_named(name)) == []
         assert read_frames(MemoryMedium(), [], [], [], codec_named(name), now=0.0) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["raw", "shuffle+lz4"])
+@pytest.mark.parametrize("name", ["raw", "shuffle+lz4", "zstd"])
 def test_frames_come_back_through_any_codec(name: str) -> None:
     medium, batch, codec = MemoryMedium(), Batch(40, 300_000), codec_named(name)
     assert all(one.done for one in write_frames(medium, batch.names, batch.sources, batch.headers, codec))
@@ -118,7 +118,7 @@ def test_frames_of_another_codec_are_not_decoded() -> None:
 
 
 def test_every_single_corrupted_byte_is_noticed(seed: int) -> None:
-    for name in ("raw", "shuffle+lz4"):
+    for name in ("raw", "shuffle+lz4", "zstd"):
         medium, batch, codec = MemoryMedium(), Batch(1, 3000, seed=seed), codec_named(name)
         write_frames(medium, batch.names, batch.sources, batch.headers, codec)
         whole = medium.values[batch.names[0]]
@@ -132,7 +132,7 @@ def test_every_single_corrupted_byte_is_noticed(seed: int) -> None:
 def test_a_medium_that_is_gone_is_reported(workers: Executor | None) -> None:
     gone = Faulty("write", "read", error=MediumUnavailable("gone"))
     batch, medium = Batch(40, 300_000), wrapped(MemoryMedium(), gone)
-    for name in ("raw", "shuffle+lz4"):
+    for name in ("raw", "shuffle+lz4", "zstd"):
         with pytest.raises(MediumUnavailable):
             write_frames(medium, batch.names, batch.sources, batch.headers, codec_named(name))
         with pytest.raises(MediumUnavailable):

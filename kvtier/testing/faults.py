@@ -150,7 +150,11 @@ class _Faults(Medium):
 
     def __init__(self, inner: Any, fault: Fault) -> None:  # noqa: ANN401 - either kind of medium
         self._inner, self._fault = inner, fault
-        self.io, self.header_bytes, self.auth_key = inner.io, inner.header_bytes, inner.auth_key
+        self.header_bytes, self.auth_key = inner.header_bytes, inner.auth_key
+
+    @property
+    def io(self) -> str:  # type: ignore[override]  # as the wrapped one has it now
+        return str(self._inner.io)
 
     def close(self) -> None:
         self._inner.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.abc.codec import Codec
@@ -46,8 +46,9 @@ class KeyTier(LowerTier):
         workers: Workers,
         metrics: TierMetrics,
         lock: threading.Lock,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name, options, medium, codec, workers, metrics, lock)
+        super().__init__(name, options, medium, codec, workers, metrics, lock, clock)
         self._names = medium
         self._known: OrderedDict[Address, None] = OrderedDict()
         self._refreshed: OrderedDict[Address, float] = OrderedDict()

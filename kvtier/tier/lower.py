@@ -71,6 +71,7 @@ class LowerTier(ABC):
         workers: Workers,
         metrics: TierMetrics,
         lock: threading.Lock,
+        clock: Callable[[], float],
     ) -> None:
         self.name = name
         self.write = options.write
@@ -79,6 +80,7 @@ class LowerTier(ABC):
         self.degraded: str | None = None
         self._codec = codec
         self._lock = lock
+        self._clock = clock
         self._tried = 0.0
         self._complained: dict[str, float] = {}
         self._medium = medium
@@ -181,9 +183,9 @@ class LowerTier(ABC):
 
     def revive(self) -> None:
         """Try a degraded tier, at most every ``REVIVE_SECONDS``."""
-        if self.usable or time.monotonic() - self._tried < REVIVE_SECONDS:
+        if self.usable or self._clock() - self._tried < REVIVE_SECONDS:
             return
-        self._tried = time.monotonic()
+        self._tried = self._clock()
         try:
             self._ping()
         except Exception as still:  # noqa: BLE001 - as in ``_guarded``
@@ -196,7 +198,7 @@ class LowerTier(ABC):
 
     def degrade(self, why: str) -> None:
         """Take the tier out of use until ``revive`` finds it well."""
-        self._tried = time.monotonic()
+        self._tried = self._clock()
         if self.usable:
             _log.warning("%s: degraded, its blocks are misses until it is back: %s", self.name, why)
         self.degraded = why
@@ -226,7 +228,7 @@ class LowerTier(ABC):
 
     def _complain(self, about: str, text: str) -> None:
         """Log at most once about the same in ``COMPLAIN_SECONDS``: a full disk fails every write, and the metrics count."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             due = now - self._complained.get(about, now - COMPLAIN_SECONDS) >= COMPLAIN_SECONDS
             if due:

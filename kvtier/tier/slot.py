@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.medium import Outcome, PersistentSlotMedium, Record, Status
@@ -38,8 +38,9 @@ class SlotTier(LowerTier):
         metrics: TierMetrics,
         lock: threading.Lock,
         policy: EvictionPolicy,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name, options, medium, codec, workers, metrics, lock)
+        super().__init__(name, options, medium, codec, workers, metrics, lock, clock)
         self._slots = medium
         self.pool = BlockPool(medium.slots, policy)
         self._used: dict[Slot, float] = {}
@@ -148,7 +149,7 @@ class SlotTier(LowerTier):
                     kept.append((slot, parcel))
             self._slots.journal.commit([self._record(slot, parcel) for slot, parcel in kept], [])
             with self._lock:
-                now = time.monotonic()
+                now = self._clock()
                 for slot, parcel in reversed(kept):
                     self.pool.commit(slot, parcel.address, parcel.meta, now)
         finally:
@@ -164,7 +165,7 @@ class SlotTier(LowerTier):
     def _make_room(self, count: int) -> list[Slot]:
         """Up to ``count`` slots to write to. A slot is reused only after its delete is committed."""
         with self._lock:
-            victims = self.pool.victims(max(0, count - self.pool.free), 0.0, fewer=True) or []
+            victims = self.pool.victims(max(0, count - self.pool.free), self._clock(), fewer=True) or []
             for slot in victims:
                 self.pool.retire(slot, evicted=True)
                 self._used.pop(slot, None)

@@ -87,3 +87,10 @@ def test_stuck_calls_end_when_they_are_released() -> None:
     fault.release()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_wrapper_says_how_bytes_move_now() -> None:
+    inner = MemoryMedium()
+    medium = wrapped(inner, Slow(0.0))
+    inner.io = "buffered"  # as a file does whose direct I/O is refused while it is in use
+    assert medium.io == "buffered"

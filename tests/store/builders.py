@@ -131,12 +131,16 @@ def make_bench(
         options = TierOptions(nvme_write)
         policy = LruPolicy(slots.slots)
         tiers.append(
-            SlotTier("nvme", options, slots, codec_named("raw"), hand.add("nvme"), metrics.tier("nvme"), lock, policy)
+            SlotTier(
+                "nvme", options, slots, codec_named("raw"), hand.add("nvme"), metrics.tier("nvme"), lock, policy, clock
+            )
         )
     if shared is not None:
         options = TierOptions(shared_write)
         tiers.append(
-            KeyTier("shared", options, shared, codec_named(codec), hand.add("shared"), metrics.tier("shared"), lock)
+            KeyTier(
+                "shared", options, shared, codec_named(codec), hand.add("shared"), metrics.tier("shared"), lock, clock
+            )
         )
     store = TieredStore(
         GEOMETRY,

@@ -98,6 +98,13 @@ class Adapter:
     digest: bytes
 
 
+def adapter_id(name: str | None) -> bytes:
+    """16 bytes that name an adapter in frames; zeros for none."""
+    if name is None:
+        return bytes(16)
+    return hashlib.blake2b(name.encode(), digest_size=16, person=b"kvtier-adapter").digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What varies by request and separates otherwise equal prompts."""
@@ -126,6 +133,11 @@ class Scope:
         if self.tenant is None:
             return bytes(16)
         return hashlib.blake2b(self.tenant, digest_size=16, person=b"kvtier-tenant").digest()
+
+    @property
+    def adapter_id(self) -> bytes:
+        """16 bytes that name the adapter in frames and records, whatever its content; zeros for none."""
+        return adapter_id(None if self.adapter is None else self.adapter.name)
 
     def packed(self) -> bytes:
         adapter = None if self.adapter is None else list(astuple(self.adapter))
@@ -241,6 +253,15 @@ class Origin:
     """Digest of the scope, 32 bytes."""
     tenant: bytes
     """Tenant id, 16 bytes, never the secret."""
+    adapter: bytes = bytes(16)
+    """Adapter id, 16 bytes; zeros for none."""
+    epoch: int = 0
+    """Clear epoch of the scope, uint32."""
+
+    @classmethod
+    def of(cls, identity: bytes, scope: Scope) -> Origin:
+        """What blocks of ``scope`` say of themselves; ``identity`` is the identity's digest."""
+        return cls(identity, scope.digest(), scope.tenant_id, scope.adapter_id, scope.epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@
         16    32  key                               208     8  payload bytes
         48    32  parent key                        216    16  content sum (XXH3-128 of the raw bytes)
         80    32  identity digest                   232    16  stored sum (of the encoded payload)
-       112    32  scope digest                      248   248  zero
-       144    16  tenant id                         496    16  sum of bytes 0 to 495
+       112    32  scope digest                      248    16  adapter id
+       144    16  tenant id                         264     4  clear epoch
+                                                    268   228  zero
+                                                    496    16  sum of bytes 0 to 495
 
 Integers are little-endian. With the raw codec and plain sums, content and stored are the same number. Where others can
 write to a medium its stored and header sums are keyed blake2b; the content sum stays XXH3-128, under the header's sum.
@@ -42,7 +44,7 @@ MAX_PAYLOAD_BYTES = 1 << 30
 
 _MAGIC = b"KVTIER"
 _KEYED = 1
-_FIELDS = struct.Struct("<6sHHHI32s32s32s32s16s4H16sddQQ16s16s")
+_FIELDS = struct.Struct("<6sHHHI32s32s32s32s16s4H16sddQQ16s16s16sI")
 _BODY_BYTES = HEADER_BYTES - SUM_BYTES
 _ZEROS = bytes(_BODY_BYTES - _FIELDS.size)
 PIECE_BYTES = 384 << 10
@@ -148,6 +150,10 @@ class FrameHeader:
     payload_bytes: int
     stored: bytes
     """Sum over the payload, 16 bytes."""
+    adapter: bytes = bytes(16)
+    """Adapter id, 16 bytes; zeros for none."""
+    epoch: int = 0
+    """Clear epoch of the scope."""
 
     @classmethod
     def of(
@@ -179,6 +185,8 @@ class FrameHeader:
             codec=0,
             payload_bytes=raw_bytes,
             stored=content,
+            adapter=span.origin.adapter,
+            epoch=span.origin.epoch,
         )
 
     def pack_into(self, page: memoryview, summer: Summer = PLAIN) -> None:
@@ -208,6 +216,8 @@ class FrameHeader:
             self.payload_bytes,
             self.content,
             self.stored,
+            self.adapter,
+            self.epoch,
         )
         page[_FIELDS.size : _BODY_BYTES] = _ZEROS
         page[_BODY_BYTES:HEADER_BYTES] = summer.of(page[:_BODY_BYTES])
@@ -233,9 +243,8 @@ class FrameHeader:
             )
         if summer.of(page[:_BODY_BYTES]) != bytes(page[_BODY_BYTES:HEADER_BYTES]):
             raise CorruptFrame("the header's sum does not match")
-        tp_rank, tp_size, pp_stage, group, layout, created, expires_at, raw_bytes, payload_bytes, content, stored = (
-            fields[10:]
-        )
+        tp_rank, tp_size, pp_stage, group, layout, created, expires_at, raw_bytes, payload_bytes = fields[10:19]
+        content, stored, adapter, epoch = fields[19:]
         if max(raw_bytes, payload_bytes) > most_bytes:
             raise CorruptFrame(f"lengths {raw_bytes} and {payload_bytes} exceed {most_bytes} bytes")
         if not (math.isfinite(created) and math.isfinite(expires_at)) or tp_rank >= tp_size:
@@ -256,6 +265,8 @@ class FrameHeader:
             codec=codec,
             payload_bytes=payload_bytes,
             stored=stored,
+            adapter=adapter,
+            epoch=epoch,
         )
 
     def expired(self, now: float) -> bool:

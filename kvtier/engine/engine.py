@@ -135,7 +135,7 @@ class Engine:
         stats = RequestStats(len(request.prompt), self._clock())
         sampling = request.sampling
         scope = Scope(tenant=request.tenant, salt=request.salt)
-        origin = Origin(self._origin, scope.digest(), scope.tenant_id)
+        origin = Origin.of(self._origin, scope)
         with self._door:
             if request.id in self._groups:
                 raise RequestError(f"a request with the id {request.id!r} is already open")

@@ -20,6 +20,8 @@ class _Shared:
     shard: Shard
     layout: bytes
     raw_bytes: int
+    adapter: bytes
+    epoch: int
 
 
 class HeaderTable:
@@ -38,7 +40,16 @@ class HeaderTable:
     def put(self, slot: Slot, header: FrameHeader) -> None:
         """Note the header of the block that ``slot`` holds from now on."""
         self.drop(slot)
-        shared = _Shared(header.identity, header.scope, header.tenant, header.shard, header.layout, header.raw_bytes)
+        shared = _Shared(
+            header.identity,
+            header.scope,
+            header.tenant,
+            header.shard,
+            header.layout,
+            header.raw_bytes,
+            header.adapter,
+            header.epoch,
+        )
         shared = self._known.setdefault(shared, shared)
         self._blocks[shared] = self._blocks.get(shared, 0) + 1
         self._shared[slot] = shared
@@ -84,6 +95,8 @@ class HeaderTable:
             codec=0,
             payload_bytes=shared.raw_bytes,
             stored=content,
+            adapter=shared.adapter,
+            epoch=shared.epoch,
         )
 
     @property

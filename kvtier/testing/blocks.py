@@ -23,7 +23,7 @@ def span(tokens: Sequence[int], *, salt: str | None = None, identity: Identity =
     """The whole blocks of a prompt, from depth 0."""
     scope = Scope(salt=salt)
     root = root_key(identity, scope)
-    origin = Origin(identity.digest(), scope.digest(), scope.tenant_id)
+    origin = Origin.of(identity.digest(), scope)
     return Span(origin, root, 0, tuple(chain_keys(root, list(tokens), LAYOUT.block_tokens)))
 
 

@@ -25,7 +25,7 @@ from kvtier.codec.frame import (
 from kvtier.errors import CorruptFrame
 from kvtier.key import BlockKey, Origin, Shard, Span
 
-ORIGIN = Origin(b"i" * 32, b"s" * 32, b"t" * 16)
+ORIGIN = Origin(b"i" * 32, b"s" * 32, b"t" * 16, b"a" * 16, 5)
 SPAN = Span(ORIGIN, BlockKey(b"r" * 32), 7, (BlockKey(b"a" * 32), BlockKey(b"b" * 32)))
 LAYOUT = b"l" * 16
 

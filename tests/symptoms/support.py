@@ -14,20 +14,17 @@ from kvtier.abc.medium import Outcome
 from kvtier.abc.store import Match, SlotRange
 from kvtier.config import StoreSettings, TierUrl
 from kvtier.key import Extra, Identity, Origin, Scope, Shard, Span, chain_keys, root_key
-from kvtier.layout import CacheGroup, GroupKind, Layout
 from kvtier.metrics import Metrics
 from kvtier.quantity import Seconds
 from kvtier.store.open import open_store
+from kvtier.testing.blocks import IDENTITY, EngineMemory, filled
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
-from tests.store.builders import EngineMemory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROOT = Path(__file__).parents[2]
-LAYOUT = Layout((CacheGroup(GroupKind.GQA, 2, 2, 16, "bf16"),), 16)
-IDENTITY = Identity("test-model", "r1", "bf16", LAYOUT)
 PAGE = 4096
 
 
@@ -52,7 +49,7 @@ def prompt(
     root = root_key(identity, scope)
     size = identity.layout.block_tokens
     tokens = [number, *range(1, size * blocks)]
-    origin = Origin(identity.digest(), scope.digest(), scope.tenant_id)
+    origin = Origin.of(identity.digest(), scope)
     return Span(origin, root, 0, tuple(chain_keys(root, tokens, size, extras)))
 
 
@@ -102,17 +99,15 @@ class Tiers:
         return np.random.default_rng(seed).integers(0, 256, self.store.geometry.block_bytes, np.uint8)
 
     def memory(self, slots: int) -> EngineMemory:
-        made = EngineMemory(max(1, slots))
-        made.slot_bytes = self.store.geometry.block_bytes
-        made.bytes = np.zeros((made.slots, made.slot_bytes), np.uint8)
-        return made
+        return EngineMemory(max(1, slots), self.store.geometry.block_bytes)
+
+    def source(self, span: Span) -> SlotRange:
+        """An engine's memory with the blocks of ``span`` in it."""
+        return filled(self.memory(len(span)), span, self.content)
 
     def save(self, span: Span) -> list[Outcome]:
         """Save into DRAM, and wait for it."""
-        source = self.memory(len(span))
-        for index in range(len(span)):
-            source.bytes[index] = self.content(span, index)
-        return self.store.save(span, SlotRange(source, range(len(span)))).result(10.0)
+        return self.store.save(span, self.source(span)).result(10.0)
 
     def match(self, span: Span, seconds: float = 10.0) -> Match:
         """A settled match of a request of its own."""

@@ -13,8 +13,9 @@ import pytest
 
 from kvtier.key import Adapter, Extra, Identity, Scope, Shard
 from kvtier.layout import CacheGroup, GroupKind, Layout
+from kvtier.testing.blocks import IDENTITY
 
-from .support import IDENTITY, ROOT, Tiers, dram, nvme, prompt, valkey
+from .support import ROOT, Tiers, dram, nvme, prompt, valkey
 
 BLOCKS = 10
 WRITER = """

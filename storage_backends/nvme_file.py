@@ -17,6 +17,8 @@ from kvtier.storage_backends.iovec import total
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
+_READ_AHEAD = 256
+"""Header pages that the device is asked for before they are read: one at a time a scan takes five times as long."""
 _KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -128,8 +130,12 @@ class SlotFile:
     def used_slots(self) -> Iterator[int]:
         """Slots whose first page may hold something, ascending."""
         os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        slot, count = 0, self.slots
+        slot, count, ahead = 0, self.slots, 0
         while slot < count:
+            if slot >= ahead - _READ_AHEAD:
+                first, ahead = max(slot, ahead), min(count, slot + 2 * _READ_AHEAD)
+                for coming in range(first, ahead):
+                    os.posix_fadvise(self._buffered, coming * self.stride, PAGE_BYTES, os.POSIX_FADV_WILLNEED)
             try:
                 data = os.lseek(self._buffered, slot * self.stride, os.SEEK_DATA)
             except OSError as error:

@@ -268,3 +268,40 @@ def test_victims_are_what_an_oracle_says_may_go(seed: int) -> None:
             for child in [child for child, above in parents.items() if above == slot]:
                 assert order[child] < order[slot]
     assert pool.victims(len(may_go) + 1, 200.0, keep) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pool_that_adopts_all_at_once_is_one_that_committed_each(seed: int) -> None:
+    """Trees, heads, orphans whose parent is gone and an entry that names itself, in any order and in any slots."""
+    rng = random.Random(seed)
+    entries = names("a", 40)
+    metas = {
+        name: EntryMeta(rng.choice([None, entry("gone"), *entries[: index + 1]]), index)
+        for index, name in enumerate(entries)
+    }
+    rng.shuffle(entries)
+    slots = [Slot(slot) for slot in rng.sample(range(50), 40)]
+    one_by_one, at_once = make_pool(50), make_pool(50)
+    got = one_by_one.allocate(50, 0.0)
+    assert got is not None
+    for slot, name in zip(slots, entries, strict=True):
+        one_by_one.commit(slot, name, metas[name], 0.0)
+    one_by_one.release(got.slots, 0.0)
+    at_once.adopt(slots, entries, (metas[name] for name in entries), 0.0)
+    assert at_once.check() == []
+    assert at_once.counts() == one_by_one.counts()
+    assert at_once.places(entries) == slots
+    for pool in (one_by_one, at_once):
+        for name in entries[:10]:
+            pool.release(
+                [slot for slot in [pool.slot(name)] if slot is not None and pool.retire(slot, evicted=False)], 0.0
+            )
+    assert at_once.check() == []
+    chosen = at_once.victims(30, 1.0)
+    order = {slot: at for at, slot in enumerate(chosen or [])}
+    assert set(order) == set(one_by_one.victims(30, 1.0) or [])
+    place = dict(zip(entries, slots, strict=True))
+    for name in entries[10:]:
+        above = metas[name].parent
+        if above in place and place[above] in order and above != name:
+            assert order[place[name]] < order[place[above]]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.key import Address
 
 
-@dataclass(frozen=True, slots=True)
-class EntryMeta:
+class EntryMeta(NamedTuple):
     """What a policy may know of an entry."""
 
     parent: Address | None = None

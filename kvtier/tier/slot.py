@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvtier.abc.codec import Codec
 from kvtier.abc.medium import Outcome, PersistentSlotMedium, Record, Status
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
@@ -52,11 +54,22 @@ class SlotTier(LowerTier):
 
     def _recover(self) -> None:
         """Adopt the journal's rows, coldest first, so that eviction goes on where it stopped. Of two for a block the later."""
-        records = sorted(self._slots.journal.load(), key=lambda record: (record.used, -record.depth))
-        for record in {record.address: record for record in records}.values():
-            meta = EntryMeta(record.parent if record.depth else None, record.depth, tenant=record.tenant)
-            self.pool.adopt(Slot(record.slot), record.address, meta, 0.0)
-        self.pool.adopted()
+        records = self._slots.journal.load()
+        order = np.lexsort(([-record.depth for record in records], [record.used for record in records]))
+        last = {record.address: record for record in map(records.__getitem__, order.tolist())}
+        nbytes = self._slots.slot_bytes
+        slots = [Slot(record.slot) for record in last.values()]
+        metas = (
+            EntryMeta(
+                one.parent if one.depth else None,
+                one.depth,
+                nbytes,
+                expires_at=one.expires_at,
+                tenant=one.tenant,
+            )
+            for one in last.values()
+        )
+        self.pool.adopt(slots, list(last), metas, 0.0)
 
     def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
         return self.pool.places(addresses)

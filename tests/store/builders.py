@@ -20,6 +20,7 @@ from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import Arena
+from kvtier.store.geometry import Geometry
 from kvtier.store.store import TieredStore
 from kvtier.testing.blocks import GEOMETRY, IDENTITY, EngineMemory, chain, content, filled, span
 from kvtier.testing.faults import Fault, wrapped
@@ -116,17 +117,18 @@ def make_bench(
     gate: Gate | None = None,
     nvme_capacity: int = 4 << 20,
     nvme_fault: Fault | None = None,
+    geometry: Geometry = GEOMETRY,
 ) -> Bench:
     """A store whose transfers are turned by hand, with a clock that stands still until it is moved."""
     lock = threading.Lock()
     metrics = Metrics()
-    medium = DramMedium(dram, GEOMETRY.block_bytes, prefault=False)
+    medium = DramMedium(dram, geometry.block_bytes, prefault=False)
     arena = Arena(medium, LruPolicy(dram))
     hand, clock = HandTurned(), ManualClock()
     above = hand.add("dram")
     tiers: list[LowerTier] = []
     if nvme is not None:
-        slots = NvmeMedium(nvme, GEOMETRY.block_bytes, NvmeMedium.Params(capacity=Bytes(nvme_capacity)))
+        slots = NvmeMedium(nvme, geometry.block_bytes, NvmeMedium.Params(capacity=Bytes(nvme_capacity)))
         slots = slots if nvme_fault is None else wrapped(slots, nvme_fault)
         options = TierOptions(nvme_write)
         policy = LruPolicy(slots.slots)
@@ -143,7 +145,7 @@ def make_bench(
             )
         )
     store = TieredStore(
-        GEOMETRY,
+        geometry,
         arena,
         metrics.tier("dram"),
         tiers,

@@ -42,7 +42,7 @@ FRAME_VERSION = 1
 MAX_PAYLOAD_BYTES = 1 << 30
 """No frame is longer; a header that says so is corrupt."""
 
-_MAGIC = b"KVTIER"
+MAGIC = b"KVTIER"
 _KEYED = 1
 _FIELDS = struct.Struct("<6sHHHI32s32s32s32s16s4H16sddQQ16s16s16sI")
 _BODY_BYTES = HEADER_BYTES - SUM_BYTES
@@ -195,7 +195,7 @@ class FrameHeader:
         _FIELDS.pack_into(
             page,
             0,
-            _MAGIC,
+            MAGIC,
             FRAME_VERSION,
             summer.flags,
             self.codec,
@@ -233,7 +233,7 @@ class FrameHeader:
             raise CorruptFrame(f"a frame header has {HEADER_BYTES} bytes, got {len(page)}")
         fields = _FIELDS.unpack_from(page)
         magic, version, flags, codec, depth, key, parent, identity, scope, tenant = fields[:10]
-        if magic != _MAGIC:
+        if magic != MAGIC:
             raise CorruptFrame(f"not a frame: begins with {magic!r}")
         if version != FRAME_VERSION:
             raise CorruptFrame(f"frame version {version}, this build reads {FRAME_VERSION}")

@@ -1,0 +1,58 @@
+"""What an audit says of a frame, which it reads without knowing which block should be there."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from kvtier.abc.audit import FaultKind
+from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, FrameHeader, Summer
+from kvtier.errors import CorruptFrame
+
+_BEGIN = struct.Struct(f"<{len(MAGIC)}sHH")
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """Why bytes are not a frame that proves."""
+
+    kind: FaultKind
+    detail: str
+    ours: bool = True
+    """False where another configuration may well prove them: they are not to be deleted."""
+
+
+def read_header(page: memoryview, summer: Summer) -> FrameHeader | Flaw:
+    """The header in the first 512 bytes of ``page``, or what is wrong with it."""
+    if len(page) < HEADER_BYTES or not has_magic(page):
+        return Flaw(FaultKind.UNDECODABLE, f"not a frame: begins with {bytes(page[: len(MAGIC)])!r}")
+    _, version, flags = _BEGIN.unpack_from(page)
+    try:
+        return FrameHeader.parse(page, summer)
+    except CorruptFrame as wrong:
+        if version < FRAME_VERSION:
+            return Flaw(FaultKind.OLD_SCHEMA, str(wrong))
+        if version > FRAME_VERSION:
+            return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
+        if flags != summer.flags:
+            return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
+        return Flaw(FaultKind.FLIPPED_BIT, str(wrong), ours=not summer.flags)
+
+
+def has_magic(page: memoryview) -> bool:
+    return page[: len(MAGIC)] == MAGIC
+
+
+def payload_flaw(header: FrameHeader, payload: memoryview, summer: Summer) -> Flaw | None:
+    """What is wrong with a payload; ``payload`` is all that the place has behind the header, or holds."""
+    if header.codec == 0 and header.payload_bytes != header.raw_bytes:
+        return Flaw(
+            FaultKind.WRONG_BYTES, f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}"
+        )
+    if header.payload_bytes > len(payload):
+        return Flaw(
+            FaultKind.WRONG_BYTES, f"the frame says {header.payload_bytes} bytes of payload, {len(payload)} are there"
+        )
+    if summer.of(payload[: header.payload_bytes]) != header.stored:
+        return Flaw(FaultKind.FLIPPED_BIT, "the payload's sum does not match")
+    return None

@@ -1,4 +1,4 @@
-"""The geometry of a model and the tensors it consists of: the Llama family's plain shape, everything else refused by name."""
+"""The geometry of a model and the tensors it consists of: the Llama family, everything else refused by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,30 @@ import torch
 from kvtier.errors import ModelError
 from kvtier.layout import CacheGroup, GroupKind, Layout
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM"})
-"""Hugging Face architectures whose plain form (no window, no biases) is this one."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture has beyond Llama's plain shape, and what its ``config.json`` means by silence."""
+
+    model_type: str
+    """``model_type`` of ``config.json``, ``general.architecture`` of a GGUF file."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    """Where the config names none; None: the hidden size shared out between the heads."""
+    window: int | None = None
+    """Sliding window where the config names none, in tokens."""
+    windows_unasked: bool = True
+    """A window holds although ``use_sliding_window`` is absent."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama"),
+    "MistralForCausalLM": Family("mistral", window=4096),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows_unasked=False),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, windows_unasked=False),
+}
+"""By Hugging Face architecture; what is assumed where a config is silent is what ``transformers`` assumes."""
 
 DUMMY_DEVIATION = 0.12
 """Standard deviation of random weights: wide enough that the best token depends on the whole prefix."""
@@ -43,6 +65,10 @@ class ModelConfig:
     """Dtype of the weights as published: ``bf16``, ``fp16``, or ``fp32`` (also for quantised files)."""
     rope_divisors: tuple[float, ...] | None = None
     """Each rope frequency is divided by its entry (``head_dim / 2`` of them); None where there is no rope scaling."""
+    qkv_bias: bool = False
+    """The projections to queries, keys and values add a bias."""
+    qk_norm: bool = False
+    """Every head of queries and keys goes through a root-mean-square norm before rope."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -73,6 +99,13 @@ class ModelConfig:
             shapes[prefix + "self_attn.k_proj.weight"] = (keys, self.hidden)
             shapes[prefix + "self_attn.v_proj.weight"] = (keys, self.hidden)
             shapes[prefix + "self_attn.o_proj.weight"] = (self.hidden, queries)
+            if self.qkv_bias:
+                shapes[prefix + "self_attn.q_proj.bias"] = (queries,)
+                shapes[prefix + "self_attn.k_proj.bias"] = (keys,)
+                shapes[prefix + "self_attn.v_proj.bias"] = (keys,)
+            if self.qk_norm:
+                shapes[prefix + "self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[prefix + "self_attn.k_norm.weight"] = (self.head_dim,)
             shapes[prefix + "post_attention_layernorm.weight"] = (self.hidden,)
             shapes[prefix + "mlp.gate_proj.weight"] = (self.intermediate, self.hidden)
             shapes[prefix + "mlp.up_proj.weight"] = (self.intermediate, self.hidden)
@@ -88,7 +121,7 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones(shape)
-        if len(shape) == 1
+        if name.endswith("norm.weight")
         else torch.empty(shape).normal_(0.0, DUMMY_DEVIATION, generator=generator)
         for name, shape in config.tensor_shapes().items()
     }
@@ -99,10 +132,11 @@ def config_from_hf(raw: Mapping[str, object], name: str, rope: Mapping[str, obje
 
     Raises `ModelError` naming what is missing or not supported.
     """
-    _refuse_unsupported(raw, name)
+    family = _family(raw, name)
+    _refuse_unsupported(raw, family, name)
     fields = _Fields(raw, name)
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", hidden // max(heads, 1))
+    head_dim = fields.integer("head_dim", family.head_dim or hidden // max(heads, 1))
     parameters = {**_mapping(raw.get("rope_scaling")), **_mapping(raw.get("rope_parameters")), **(rope or {})}
     theta = float(_number(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)), name, "rope_theta"))
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -121,6 +155,8 @@ def config_from_hf(raw: Mapping[str, object], name: str, rope: Mapping[str, obje
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_NATIVE_DTYPES.get(dtype, "fp32"),
         rope_divisors=rope_divisors(parameters, theta, head_dim, name),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         bos_id=next(iter(_token_ids(raw.get("bos_token_id"), name)), None),
         eos_ids=_token_ids(raw.get("eos_token_id"), name),
     )
@@ -155,17 +191,23 @@ def rope_divisors(parameters: Mapping[str, object], theta: float, head_dim: int,
     return tuple(divisors)
 
 
-def _refuse_unsupported(raw: Mapping[str, object], name: str) -> None:
-    declared = raw.get("architectures") or {"llama": ["LlamaForCausalLM"], "mistral": ["MistralForCausalLM"]}.get(
-        str(raw.get("model_type"))
-    )
-    if not isinstance(declared, list) or not ARCHITECTURES & set(map(str, declared)):
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelError(f"{name}: architecture {declared or raw.get('model_type')!r} is not supported ({known} are)")
+def _family(raw: Mapping[str, object], name: str) -> Family:
+    kind = raw.get("model_type")
+    declared = raw.get("architectures") or [each for each, family in FAMILIES.items() if family.model_type == kind]
+    for architecture in declared if isinstance(declared, list) else ():
+        if str(architecture) in FAMILIES:
+            return FAMILIES[str(architecture)]
+    known = ", ".join(sorted(FAMILIES))
+    raise ModelError(f"{name}: architecture {declared or kind!r} is not supported ({known} are)")
+
+
+def _refuse_unsupported(raw: Mapping[str, object], family: Family, name: str) -> None:
+    kinds = raw.get("layer_types")
+    windowed = raw.get("sliding_window", family.window) and raw.get("use_sliding_window", family.windows_unasked)
     refused = {
         "attention biases": raw.get("attention_bias"),
         "MLP biases": raw.get("mlp_bias"),
-        "a sliding window": raw.get("sliding_window"),
+        "a sliding window": windowed or (isinstance(kinds, list) and "sliding_attention" in kinds),
         "quantised weights": raw.get("quantization_config"),
     }
     for what, present in refused.items():

@@ -1,4 +1,4 @@
-"""Checkpoints as GGUF files of the llama architecture, dequantised to float32 on load."""
+"""Checkpoints as GGUF files, dequantised to float32 on load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from kvtier.engine.architecture import ModelConfig, rope_divisors
+from kvtier.engine.architecture import FAMILIES, ModelConfig, rope_divisors
 from kvtier.engine.tokenizer import TokenizerSource, Vocabulary
 from kvtier.errors import ModelError
 
@@ -29,6 +29,8 @@ _INNER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -36,6 +38,10 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_FAMILIES = {family.model_type: family for family in FAMILIES.values() if family.model_type != "mistral"}
+"""By ``general.architecture``; llama.cpp's converter writes Mistral as llama."""
+_INTERLEAVED = "llama"
+"""The architecture whose q and k projections the converter writes in interleaved pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +60,20 @@ class GgufFile:
 
     def config(self, name: str) -> ModelConfig:
         """The geometry in the file's metadata."""
-        architecture = self._text("general.architecture")
-        if architecture != "llama":
-            raise ModelError(f"{name}: GGUF architecture {architecture!r} is not supported (llama is)")
-        heads, hidden = self._integer("llama.attention.head_count"), self._integer("llama.embedding_length")
-        head_dim = self._integer("llama.attention.key_length", hidden // max(heads, 1))
-        if self._integer("llama.rope.dimension_count", head_dim) != head_dim:
+        kind = self._architecture
+        family = _FAMILIES.get(kind)
+        if family is None:
+            known = ", ".join(_FAMILIES)
+            raise ModelError(f"{name}: GGUF architecture {kind!r} is not supported ({known} are)")
+        heads, hidden = self._integer(f"{kind}.attention.head_count"), self._integer(f"{kind}.embedding_length")
+        head_dim = self._integer(f"{kind}.attention.key_length", hidden // max(heads, 1))
+        if self._integer(f"{kind}.rope.dimension_count", head_dim) != head_dim:
             raise ModelError(f"{name}: partial rope is not supported")
-        if self._value("llama.expert_count"):
+        if self._value(f"{kind}.expert_count"):
             raise ModelError(f"{name}: mixtures of experts are not supported")
-        theta = self._number("llama.rope.freq_base", 10000.0)
+        if self._value(f"{kind}.attention.sliding_window"):
+            raise ModelError(f"{name}: a sliding window is not supported")
+        theta = self._number(f"{kind}.rope.freq_base", 10000.0)
         tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         if "token_embd.weight" not in tensors:
             raise ModelError(f"{name}: the GGUF file has no token_embd.weight; download the model again")
@@ -71,19 +81,21 @@ class GgufFile:
         bos = self._value("tokenizer.ggml.bos_token_id")
         return ModelConfig(
             name=name,
-            layers=self._integer("llama.block_count"),
+            layers=self._integer(f"{kind}.block_count"),
             hidden=hidden,
             heads=heads,
-            kv_heads=self._integer("llama.attention.head_count_kv", heads),
+            kv_heads=self._integer(f"{kind}.attention.head_count_kv", heads),
             head_dim=head_dim,
-            intermediate=self._integer("llama.feed_forward_length"),
+            intermediate=self._integer(f"{kind}.feed_forward_length"),
             vocab=int(tensors["token_embd.weight"].shape[1]),
-            rms_eps=self._number("llama.attention.layer_norm_rms_epsilon"),
+            rms_eps=self._number(f"{kind}.attention.layer_norm_rms_epsilon"),
             rope_theta=theta,
-            max_positions=self._integer("llama.context_length"),
+            max_positions=self._integer(f"{kind}.context_length"),
             tie_embeddings="output.weight" not in tensors,
             dtype=self._native_dtype(),
             rope_divisors=self._rope_divisors(tensors.get(_ROPE_FACTORS), theta, head_dim, name),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
             bos_id=bos if isinstance(bos, int) else None,
             eos_ids=(eos,) if isinstance(eos, int) else (),
         )
@@ -135,23 +147,37 @@ class GgufFile:
             )
 
     def tensors(self, config: ModelConfig) -> dict[str, torch.Tensor]:
-        """Every tensor in float32 under its Hugging Face name, with q and k un-permuted."""
+        """Every tensor in float32 under its Hugging Face name, q and k with their halves apart."""
         wanted = [tensor for tensor in self.reader.tensors if tensor.name != _ROPE_FACTORS]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy releases the GIL in what dequantising spends
             return dict(pool.map(lambda tensor: self._dequantised(tensor, config), wanted))
 
     def _dequantised(self, tensor: ReaderTensor, config: ModelConfig) -> tuple[str, torch.Tensor]:
-        name = _canonical(tensor.name, config.name)
+        name = self._canonical(tensor.name, config.name)
         try:
             values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
             raise ModelError(f"{config.name}: quantisation {tensor.tensor_type.name} is not supported") from error
         weights = torch.from_numpy(values)
+        if self._architecture != _INTERLEAVED:
+            return name, weights
         if name.endswith("self_attn.q_proj.weight"):
             weights = _halves(weights, config.heads)
         elif name.endswith("self_attn.k_proj.weight"):
             weights = _halves(weights, config.kv_heads)
         return name, weights
+
+    @property
+    def _architecture(self) -> str:
+        return self._text("general.architecture")
+
+    def _canonical(self, name: str, model: str) -> str:
+        if name in _OUTER:
+            return _OUTER[name]
+        parts = name.split(".")
+        if len(parts) == 4 and parts[0] == "blk" and parts[2] in _INNER and parts[3] in ("weight", "bias"):
+            return f"model.layers.{parts[1]}.{_INNER[parts[2]]}.{parts[3]}"
+        raise ModelError(f"{model}: GGUF tensor {name} is not supported in the {self._architecture} architecture")
 
     def _native_dtype(self) -> str:
         """The 16-bit dtype that most bytes are in, ``fp32`` where they are in something else."""
@@ -166,12 +192,12 @@ class GgufFile:
     ) -> tuple[float, ...] | None:
         if factors is not None:
             return tuple(float(factor) for factor in np.asarray(factors.data, dtype=np.float32).reshape(-1))
-        kind = self._value("llama.rope.scaling.type")
+        scaling = f"{self._architecture}.rope.scaling"
+        kind = self._value(f"{scaling}.type")
         if kind in (None, "none"):
             return None
-        return rope_divisors(
-            {"rope_type": kind, "factor": self._value("llama.rope.scaling.factor")}, theta, head_dim, name
-        )
+        factor = self._value(f"{scaling}.factor")
+        return rope_divisors({"rope_type": kind, "factor": factor}, theta, head_dim, name)
 
     def _value(self, key: str) -> object:
         entry = self.reader.fields.get(key)
@@ -209,15 +235,6 @@ class GgufFile:
         if not isinstance(value, int | float):
             raise ModelError(f"{self.path.name}: GGUF metadata {key} must be a number, is {value!r}")
         return float(value)
-
-
-def _canonical(name: str, model: str) -> str:
-    if name in _OUTER:
-        return _OUTER[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _INNER and parts[3] == "weight":
-        return f"model.layers.{parts[1]}.{_INNER[parts[2]]}.weight"
-    raise ModelError(f"{model}: GGUF tensor {name} is not supported in the llama architecture")
 
 
 def _halves(weights: torch.Tensor, heads: int) -> torch.Tensor:

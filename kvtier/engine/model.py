@@ -56,6 +56,9 @@ class _Layer:
     output: Linear
     gate_up: Linear
     down: Linear
+    turned_norms: torch.Tensor | None
+    """Norm weights of the heads that rope turns, ``[heads + kv_heads, head_dim]``, queries first; None where there are none.
+    They cannot be carried by a projection, because the norm comes after it."""
 
 
 class LlamaModel:
@@ -65,7 +68,7 @@ class LlamaModel:
         """``tensors`` by Hugging Face name, as `Checkpoint.tensors` gives them; projections are packed, not kept."""
         self.config = config
         self._embedding = tensors["model.embed_tokens.weight"].float()
-        self._layers = [_layer(tensors, f"model.layers.{index}.", config.head_dim) for index in range(config.layers)]
+        self._layers = [_layer(tensors, f"model.layers.{index}.", config) for index in range(config.layers)]
         head = self._embedding if config.tie_embeddings else tensors["lm_head.weight"].float()
         self._head = Linear(head * tensors["model.norm.weight"].float())
         self._rope = RopeTable(config)
@@ -116,7 +119,10 @@ class LlamaModel:
             if before_layer is not None:
                 before_layer(index)
             qkv = layer.qkv(self._normed(hidden)).view(len(hidden), -1, config.head_dim)
-            rotated = rotate(qkv[:, :turned], turns)
+            heads = qkv[:, :turned]
+            if layer.turned_norms is not None:
+                heads = self._normed(heads).mul_(layer.turned_norms)
+            rotated = rotate(heads, turns)
             attention.write(kv, index, rotated[:, config.heads :], qkv[:, turned:], step)
             if after_layer is not None:
                 after_layer(index)
@@ -135,16 +141,27 @@ class LlamaModel:
         return x * squares.div_(x.shape[-1]).add_(self.config.rms_eps).rsqrt_()
 
 
-def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, head_dim: int) -> _Layer:
-    def weight(name: str) -> torch.Tensor:
-        return tensors[f"{prefix}{name}.weight"].float()
+def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, config: ModelConfig) -> _Layer:
+    def tensor(name: str) -> torch.Tensor:
+        return tensors[prefix + name].float()
 
-    queries, keys = (paired(weight(f"self_attn.{name}"), head_dim) for name in ("q_proj", "k_proj"))
-    qkv = torch.cat((queries, keys, weight("self_attn.v_proj")))
+    def weight(name: str) -> torch.Tensor:
+        return tensor(f"{name}.weight")
+
+    def projected(kind: str) -> torch.Tensor:
+        """Rows of queries, keys and values, in the order in which rope wants them."""
+        queries, keys = (paired(tensor(f"self_attn.{name}_proj.{kind}"), config.head_dim) for name in "qk")
+        return torch.cat((queries, keys, tensor(f"self_attn.v_proj.{kind}")))
+
+    norms = None
+    if config.qk_norm:
+        queries, keys = (paired(weight(f"self_attn.{name}_norm"), config.head_dim) for name in "qk")
+        norms = torch.cat((queries.expand(config.heads, -1), keys.expand(config.kv_heads, -1)))
     gate_up = torch.cat((weight("mlp.gate_proj"), weight("mlp.up_proj")))
     return _Layer(
-        qkv=Linear(qkv * weight("input_layernorm")),
+        qkv=Linear(projected("weight") * weight("input_layernorm"), projected("bias") if config.qkv_bias else None),
         output=Linear(weight("self_attn.o_proj")),
         gate_up=Linear(gate_up * weight("post_attention_layernorm")),
         down=Linear(weight("mlp.down_proj")),
+        turned_norms=norms,
     )

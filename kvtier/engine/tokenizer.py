@@ -55,6 +55,9 @@ class TokenizerSource:
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+"""As Llama 3, but every digit is a word of its own."""
+
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     """The pre-tokenizer that llama.cpp knows by ``name`` (``llama-vocab.cpp``)."""
@@ -64,6 +67,8 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
         steps = [_split(_GPT2)]
     elif name in ("llama-bpe", "llama3", "llama-v3"):
         steps = [_split(_LLAMA3)]
+    elif name == "qwen2":
+        steps = [_split(_QWEN2)]
     else:
         raise ModelError(f"the GGUF pre-tokenizer {name!r} is not supported; use the model's safetensors directory")
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -49,7 +49,9 @@ def write_gguf(path: Path, directory: Path, quantise: gguf.GGMLQuantizationType,
     """The checkpoint in ``directory`` as llama.cpp's converter would write it."""
     raw = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
-    writer = gguf.GGUFWriter(path, str(metadata.get("architecture", "llama")))
+    architecture = str(metadata.get("architecture", raw["model_type"]))
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_key_length(raw["head_dim"])
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
@@ -61,11 +63,13 @@ def write_gguf(path: Path, directory: Path, quantise: gguf.GGMLQuantizationType,
     if "scaling" in metadata:
         writer.add_rope_scaling_type(gguf.RopeScalingType(metadata["scaling"]))
         writer.add_rope_scaling_factor(4.0)
+    if "window" in metadata:
+        writer.add_sliding_window(int(metadata["window"]))
     vocabulary = byte_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     tokens += ["QZ", *(f"<unused{i}>" for i in range(raw["vocab_size"] - len(tokens) - 1))]
     writer.add_tokenizer_model(str(metadata.get("vocabulary", "gpt2")))
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(str(metadata.get("pre", "smollm")))
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in CONTROL else 1 for token in tokens])
     writer.add_token_merges(["Q Z"])
@@ -77,6 +81,8 @@ def write_gguf(path: Path, directory: Path, quantise: gguf.GGMLQuantizationType,
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "self_attn.o_proj": "attn_output",
         "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate",
@@ -85,18 +91,18 @@ def write_gguf(path: Path, directory: Path, quantise: gguf.GGMLQuantizationType,
     }
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for name, tensor in tensors.items():
-        stem = name.removesuffix(".weight")
+        stem, kept = name.rsplit(".", 1)
         if stem in outer:
             to, data = outer[stem], tensor.numpy()
         else:
             _, _, layer, part = stem.split(".", 3)
             to, data = f"blk.{layer}.{inner[part]}", tensor.numpy()
-            if part == "self_attn.q_proj":
+            if architecture == "llama" and part == "self_attn.q_proj":
                 data = interleaved(tensor, raw["num_attention_heads"])
-            elif part == "self_attn.k_proj":
+            elif architecture == "llama" and part == "self_attn.k_proj":
                 data = interleaved(tensor, raw["num_key_value_heads"])
         kind = quantise if data.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(to + ".weight", gguf.quants.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
+        writer.add_tensor(f"{to}.{kept}", gguf.quants.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,7 +21,7 @@ import openai
 import pytest
 import uvicorn
 
-from kvtier.engine.architecture import ARCHITECTURES
+from kvtier.engine.architecture import FAMILIES
 from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import SamplingParams
@@ -338,7 +338,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 def test_serve_on_a_unix_socket_until_sigterm(tmp_path: Path) -> None:
     """The command itself: random weights, a DRAM and an NVMe tier; told to stop while it answers, it ends cleanly."""
     config = {
-        "architectures": [min(ARCHITECTURES)],
+        "architectures": [min(FAMILIES)],
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints on disk: random weights, one token per byte, made in milliseconds."""
+"""Tiny checkpoints on disk: random weights, one token per byte, made in milliseconds."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ def make_tiny_checkpoint(
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     louder: float = 1.0,
+    architecture: str = "LlamaForCausalLM",
 ) -> Path:
     """Write ``config.json``, ``model.safetensors``, ``tokenizer.json`` and ``tokenizer_config.json`` to ``path``.
 
     Weights are N(0, 0.12), projections ``louder`` times that, norms N(1, 0.1). ``vocab`` is at least 259.
     """
     raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -72,6 +73,7 @@ def make_tiny_checkpoint(
         "bos_token_id": 0,
         "eos_token_id": 2,
         "hidden_act": "silu",
+        "sliding_window": None,
     }
     path.mkdir(parents=True, exist_ok=True)
     tensors = _weights(config_from_hf(raw, "tiny"), seed, louder)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.abc.medium import Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
+from kvtier.abc.medium import MOST_RECORDS, Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
 from kvtier.key import Address
 from kvtier.storage_backends.iovec import scatter, total
 from kvtier.url import TierUrl
@@ -23,7 +23,8 @@ class MemoryMedium(KeyMedium):
 
     def __init__(self) -> None:
         self.values: dict[Address, bytes] = {}
-        self.records: dict[tuple[str, bytes], str] = {}
+        self._records: dict[tuple[str, bytes], str] = {}
+        self._epochs: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -70,8 +71,41 @@ class MemoryMedium(KeyMedium):
     def ping(self) -> None:
         pass
 
+    def heads(self, names: Sequence[Address], nbytes: int) -> list[bytes]:
+        return [self.values.get(name, b"")[:nbytes] for name in names]
+
+    def clear(self) -> None:
+        with self._lock:
+            self.generation += 1
+            self.values.clear()
+
+    def reclaim(self) -> int:
+        return 0  # nothing is hidden
+
     def remember(self, kind: str, digest: bytes, text: str) -> None:
-        self.records[kind, digest] = text
+        with self._lock:
+            self._records.pop((kind, digest), None)
+            self._records[kind, digest] = text
+            kept = [name for name in self._records if name[0] == kind]
+            for name in kept[: max(0, len(kept) - MOST_RECORDS)]:
+                del self._records[name]
+
+    def records(self, kind: str) -> dict[bytes, str]:
+        with self._lock:
+            return {digest: text for (of, digest), text in self._records.items() if of == kind}
+
+    def epochs(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._epochs)
+
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        with self._lock:
+            for name, epoch in wanted.items():
+                self._epochs[name] = max(epoch, self._epochs.get(name, 0))
+            for name, epoch in implied.items():
+                if self._epochs.get(name, epoch + 1) <= epoch:
+                    del self._epochs[name]
+            self.epochs_version = b"%d" % (int(self.epochs_version or b"0") + 1)
 
     def close(self) -> None:
         self.values.clear()

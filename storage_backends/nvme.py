@@ -16,7 +16,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
 from kvtier.key import Address, address
 from kvtier.quantity import Bytes, rounded_bytes
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
-from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal
+from kvtier.storage_backends.nvme_journal import EPOCHS_COPY, ROW_BYTES, WAL_BYTES, NvmeJournal
 from kvtier.url import TierUrl
 
 _log = logging.getLogger(__name__)
@@ -161,6 +161,22 @@ class NvmeMedium(PersistentSlotMedium):
 
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         self.journal.remember(kind, digest, text)
+
+    def records(self, kind: str) -> dict[bytes, str]:
+        return self.journal.records(kind)
+
+    def epochs(self) -> dict[str, int]:
+        return self.journal.epochs()
+
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        self.journal.raise_epochs(wanted, implied)
+
+    def drop_others(self) -> int:
+        with self._extents_lock:
+            freed = sum(file.held_bytes for file in self._others.values())
+            for stride in list(self._others):
+                self._drop_class(stride)
+        return freed
 
     def drop_page_cache(self) -> None:
         """Make the next buffered reads come from the device, for measurements."""
@@ -330,6 +346,9 @@ def _record(slot: int, page: bytes) -> Record | None:
         tenant=header.tenant,
         used=header.created,
         expires_at=header.expires_at,
+        identity=header.identity,
+        adapter=header.adapter,
+        epoch=header.epoch,
     )
 
 
@@ -363,5 +382,7 @@ def _locked(directory: Path) -> int:
 
 def _is_ours(name: str) -> bool:
     return (
-        name in (_LOCK, "lost+found") or name.startswith(_DATABASE) or (name[:6] == "slots-" and name.endswith(".kvt"))
+        name in (_LOCK, "lost+found")
+        or name.startswith((_DATABASE, EPOCHS_COPY.partition(".")[0]))
+        or (name[:6] == "slots-" and name.endswith(".kvt"))
     )

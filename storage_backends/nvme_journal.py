@@ -6,34 +6,44 @@ replaced and filled from them.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
-from kvtier.abc.medium import Journal, Record
+from kvtier.abc.medium import MOST_RECORDS, Journal, Record
 from kvtier.errors import MediumError, MediumFull
 
-SCHEMA = 1
+SCHEMA = 2
 """``PRAGMA user_version``: raised whenever the tables change."""
 WAL_BYTES = 2 << 20
 """The write-ahead log is kept under this: checkpointed every 256 pages, touches written 256 rows at a time."""
-ROW_BYTES = 256
-"""Room that one row takes at most, the tree's own slack included."""
+ROW_BYTES = 288
+"""Room that one row takes at most, the tree's own slack and a row of ``origin`` for each block included."""
 
 _TABLES = """
     CREATE TABLE block (
-        stride INTEGER, slot INTEGER, address BLOB, parent BLOB, depth INTEGER, tenant BLOB, used REAL, expires_at REAL,
-        PRIMARY KEY (stride, slot)
+        stride INTEGER, slot INTEGER, address BLOB, parent BLOB, depth INTEGER, origin INTEGER, used REAL,
+        expires_at REAL, PRIMARY KEY (stride, slot)
     ) WITHOUT ROWID;
-    CREATE TABLE about (kind TEXT, digest BLOB, text TEXT, PRIMARY KEY (kind, digest)) WITHOUT ROWID;
+    CREATE TABLE origin (id INTEGER PRIMARY KEY, tenant BLOB, identity BLOB, adapter BLOB, epoch INTEGER);
+    CREATE TABLE about (kind TEXT, digest BLOB, text TEXT, seen REAL, PRIMARY KEY (kind, digest)) WITHOUT ROWID;
+    CREATE TABLE epoch (name TEXT PRIMARY KEY, epoch INTEGER) WITHOUT ROWID;
 """
+EPOCHS_COPY = "epochs.json"
+"""File beside the database that outlives it."""
 _FLUSH_SECONDS = 5.0
 _FLUSH_ROWS = 256
+_MOST_ORIGINS = 1 << 14
+"""Origins that are added before those that no block has any more are looked for."""
+_Origin: TypeAlias = tuple[bytes, bytes, bytes, int]
+"""Tenant, identity, adapter and epoch: what most blocks have in common with many others."""
 
 
 class NvmeJournal(Journal):
@@ -47,8 +57,12 @@ class NvmeJournal(Journal):
         self._stride = stride
         self._clock = clock
         self._lock = threading.Lock()
+        self._copying = threading.Lock()
         self._touched: dict[int, float] = {}
         self._flushed = clock()
+        self._origins: dict[_Origin, int] | None = None
+        """Numbers of the origins that the table has; None: to be read again."""
+        self._epochs_copy = path.with_name(EPOCHS_COPY)
         self.fresh = not path.exists()
         self.lost: str | None = None
         """Why an existing database could not be used."""
@@ -60,6 +74,13 @@ class NvmeJournal(Journal):
             for part in self._files():
                 part.unlink(missing_ok=True)
             self._database = self._opened()
+        try:
+            self._drop_origins()
+            if self.fresh:
+                self.raise_epochs(self._copied_epochs(), {})
+        except BaseException:
+            self._database.close()
+            raise
 
     def _files(self) -> list[Path]:
         return [self._path, Path(f"{self._path}-wal"), Path(f"{self._path}-shm")]
@@ -97,6 +118,7 @@ class NvmeJournal(Journal):
                     yield self._database
                     self._database.execute("COMMIT")
                 except BaseException:
+                    self._origins = None
                     if self._database.in_transaction:
                         self._database.execute("ROLLBACK")
                     raise
@@ -105,17 +127,22 @@ class NvmeJournal(Journal):
                 raise kind(f"NVMe index {self._path}: {error}") from error
 
     def load(self) -> list[Record]:
-        query = "SELECT slot, address, parent, depth, tenant, used, expires_at FROM block WHERE stride = ?"
         with self._transaction() as database:
+            origins = {number: origin for origin, number in self._known_origins(database).items()}
+            query = "SELECT slot, address, parent, depth, origin, used, expires_at FROM block WHERE stride = ?"
             rows = database.execute(query, (self._stride,)).fetchall()
-        return list(map(Record._make, rows))
+        return [
+            Record(slot, address, parent, depth, tenant, used, expires_at, identity, adapter, epoch)
+            for slot, address, parent, depth, origin, used, expires_at in rows
+            for tenant, identity, adapter, epoch in (origins[origin],)
+        ]
 
     def commit(self, added: Sequence[Record], removed: Sequence[int]) -> None:
         with self._transaction() as database:
             if removed:
                 rows = [(self._stride, slot) for slot in removed]
                 database.executemany("DELETE FROM block WHERE stride = ? AND slot = ?", rows)
-            _insert(database, self._stride, added)
+            self._insert(database, self._stride, added)
             for slot in [*removed, *(record.slot for record in added)]:
                 self._touched.pop(slot, None)
 
@@ -135,12 +162,14 @@ class NvmeJournal(Journal):
         while batch := list(islice(rows, _FLUSH_ROWS)):
             with self._transaction() as database:
                 database.executemany("UPDATE block SET used = ? WHERE stride = ? AND slot = ?", batch)
+        if self._origins is not None and len(self._origins) > self._kept_origins + _MOST_ORIGINS:
+            self._drop_origins()
 
     def insert(self, stride: int, records: Sequence[Record]) -> None:
         """Rows of any size class, after the header pages were scanned."""
         for start in range(0, len(records), _FLUSH_ROWS):
             with self._transaction() as database:
-                _insert(database, stride, records[start : start + _FLUSH_ROWS])
+                self._insert(database, stride, records[start : start + _FLUSH_ROWS])
 
     def seal(self) -> None:
         """A fresh database has been filled: from now on it counts."""
@@ -167,12 +196,82 @@ class NvmeJournal(Journal):
 
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         with self._transaction() as database:
-            database.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (kind, digest, text))
+            database.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?, ?)", (kind, digest, text, time.time()))
+            database.execute(
+                "DELETE FROM about WHERE kind = ? AND digest NOT IN "
+                "(SELECT digest FROM about WHERE kind = ? ORDER BY seen DESC LIMIT ?)",
+                (kind, kind, MOST_RECORDS),
+            )
 
-    def about(self) -> dict[tuple[str, bytes], str]:
-        """All readable records."""
+    def records(self, kind: str) -> dict[bytes, str]:
         with self._transaction() as database:
-            return {(kind, digest): text for kind, digest, text in database.execute("SELECT * FROM about")}
+            return dict(database.execute("SELECT digest, text FROM about WHERE kind = ?", (kind,)))
+
+    def epochs(self) -> dict[str, int]:
+        with self._transaction() as database:
+            return dict(database.execute("SELECT name, epoch FROM epoch"))
+
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        with self._transaction() as database:
+            database.executemany(
+                "INSERT INTO epoch VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
+                wanted.items(),
+            )
+            database.executemany("DELETE FROM epoch WHERE name = ? AND epoch <= ?", implied.items())
+        if wanted:
+            with self._copying:
+                self._copy_epochs()
+
+    def _copy_epochs(self) -> None:
+        """A copy outside the database, on the disk when this returns: what was cleared must not come back from header pages."""
+        fresh = self._epochs_copy.with_suffix(".new")
+        try:
+            file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(file, "w", encoding="utf-8") as text:
+                json.dump(self.epochs(), text)
+                text.flush()
+                os.fsync(text.fileno())
+            fresh.replace(self._epochs_copy)
+        except OSError as error:
+            raise MediumError(f"{self._epochs_copy}: {error.strerror}") from error
+
+    def _copied_epochs(self) -> dict[str, int]:
+        try:
+            found = json.loads(self._epochs_copy.read_text(encoding="utf-8"))
+            return {str(name): int(epoch) for name, epoch in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise MediumError(
+                f"{self._epochs_copy}: cannot be read ({error}); what was cleared is not known"
+            ) from error
+
+    def _known_origins(self, database: sqlite3.Connection) -> dict[_Origin, int]:
+        if self._origins is None:
+            rows = database.execute("SELECT tenant, identity, adapter, epoch, id FROM origin")
+            self._origins = {row[:4]: row[4] for row in rows}
+        return self._origins
+
+    def _drop_origins(self) -> None:
+        """Forget origins that no block has any more."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM origin WHERE id NOT IN (SELECT DISTINCT origin FROM block)")
+            self._origins = None
+            self._kept_origins = len(self._known_origins(database))
+
+    def _insert(self, database: sqlite3.Connection, stride: int, records: Sequence[Record]) -> None:
+        known = self._known_origins(database)
+        rows = []
+        for one in records:
+            origin = (one.tenant, one.identity, one.adapter, one.epoch)
+            number = known.get(origin)
+            if number is None:
+                added = database.execute(
+                    "INSERT INTO origin (tenant, identity, adapter, epoch) VALUES (?, ?, ?, ?)", origin
+                )
+                number = known[origin] = int(added.lastrowid or 0)
+            rows.append((stride, one.slot, one.address, one.parent, one.depth, number, one.used, one.expires_at))
+        database.executemany("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def close(self) -> None:
         try:
@@ -180,13 +279,3 @@ class NvmeJournal(Journal):
         finally:
             with self._lock:
                 self._database.close()
-
-
-def _insert(database: sqlite3.Connection, stride: int, records: Sequence[Record]) -> None:
-    database.executemany(
-        "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (stride, one.slot, one.address, one.parent, one.depth, one.tenant, one.used, one.expires_at)
-            for one in records
-        ],
-    )

@@ -1,7 +1,9 @@
 """``redis://host:6379/0?ttl=24h``, ``rediss://`` (TLS) and ``redis+unix:///path/to/socket``: one framed value per address.
 
 Names are ``kvt:1:`` and the 40 raw bytes of the address. Every value has a TTL, and a hit pushes it back for the whole
-prefix, because a head that expires first would orphan its tail.
+prefix, because a head that expires first would orphan its tail. Clearing raises a generation, and from the first on names
+are ``kvt:1:g<generation>:`` and the address. ``kvt:clear`` is a hash of what has been cleared: the generation, an epoch per
+name, and a version that changes with every epoch; every probe reads generation and version.
 """
 
 from __future__ import annotations
@@ -9,36 +11,49 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import redis.exceptions as foreign
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from kvtier.abc.medium import Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
+from kvtier.abc.medium import MOST_RECORDS, Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
 from kvtier.errors import ConfigError, MediumError, MediumFull, MediumRefused, MediumUnavailable
-from kvtier.key import KEY_BYTES, Address, Shard
+from kvtier.key import Address
 from kvtier.quantity import Seconds
 from kvtier.storage_backends.breaker import CircuitBreaker
 from kvtier.storage_backends.iovec import total
+from kvtier.storage_backends.redis_names import (
+    ADDRESS_BYTES,
+    CLEAR,
+    MOST_EPOCHS,
+    PREFIX as PREFIX,
+    merged,
+    number_of,
+    pairs_of,
+    parsed,
+    prefix_of,
+    raised,
+)
 from kvtier.storage_backends.redis_wire import Wire, medium_error, translated
 from kvtier.url import TierUrl
 
-PREFIX = b"kvt:1:"
 _ABOUT = b"kvt:about:"
-_ADDRESS_BYTES = KEY_BYTES + len(Shard().packed())
+_KINDS = (b"identity", b"scope")
+"""Records that live as long as the values that they explain."""
 _NAMES_PER_COMMAND = 512
 _PROBE = f"""
-local names, count, i = ARGV[1], #ARGV[1] / {_ADDRESS_BYTES}, 0
+local names, count, i = ARGV[1], #ARGV[1] / {ADDRESS_BYTES}, 0
 while i < count do
   local some = {{}}
   for j = i, math.min(count, i + 64) - 1 do
-    some[#some + 1] = KEYS[1] .. string.sub(names, j * {_ADDRESS_BYTES} + 1, (j + 1) * {_ADDRESS_BYTES})
+    some[#some + 1] = KEYS[1] .. string.sub(names, j * {ADDRESS_BYTES} + 1, (j + 1) * {ADDRESS_BYTES})
   end
   if redis.call('EXISTS', unpack(some)) < #some then
     for j = 1, #some do
@@ -52,13 +67,14 @@ return count
 """Length of the present prefix, exactly: 3 ms for 6,250 names."""
 _TOUCH = f"""
 local names, ttl = ARGV[1], ARGV[2]
-for j = 0, #names / {_ADDRESS_BYTES} - 1 do
-  redis.call('PEXPIRE', KEYS[1] .. string.sub(names, j * {_ADDRESS_BYTES} + 1, (j + 1) * {_ADDRESS_BYTES}), ttl)
+for j = 0, #names / {ADDRESS_BYTES} - 1 do
+  redis.call('PEXPIRE', KEYS[1] .. string.sub(names, j * {ADDRESS_BYTES} + 1, (j + 1) * {ADDRESS_BYTES}), ttl)
 end
 return 0
 """
 
 T = TypeVar("T")
+Commands: TypeAlias = "list[tuple[Any, ...]]"
 
 
 class RedisMedium(KeyMedium):
@@ -118,18 +134,34 @@ class RedisMedium(KeyMedium):
         return cls(str(location).partition("?")[0], _connection_maker(location, params), params)
 
     def probe(self, names: Sequence[Address]) -> int:
-        if not names:
-            return 0
+        """Of no names it still brings version and generation up to date."""
+        marks = [("HMGET", CLEAR, "version", "generation")]
+        while True:
+            generation, prefix = self.generation, prefix_of(self.generation)
 
-        def by_commands(wire: Wire) -> int:
-            found = _raised(wire.pipeline([("EXISTS", PREFIX + name) for name in names]))
-            return next((index for index, there in enumerate(found) if not there), len(names))
+            def by_commands(wire: Wire, prefix: bytes = prefix) -> tuple[int, list[Any]]:
+                *found, read = raised(wire.pipeline([*(("EXISTS", prefix + name) for name in names), *marks]))
+                return next((index for index, there in enumerate(found) if not there), len(names)), [read]
 
-        return self._scripted(_PROBE, [b"".join(names)], by_commands)
+            present, ((version, there),) = self._scripted(_PROBE, prefix, [b"".join(names)], marks, by_commands)
+            self.epochs_version = version or b""
+            if self._same_generation(generation, number_of(there)):
+                return present
+
+    def _same_generation(self, asked: int, there: int) -> bool:
+        """Whether what was probed is of the generation that holds; one that the server has lost is given back to it."""
+        if there < asked:
+            self._called(lambda wire: merged(wire, {b"generation": asked}, {}))
+        elif there > asked:
+            with self._lock:
+                self.generation = max(self.generation, there)
+        return there <= asked
 
     def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
+        prefix = prefix_of(self.generation)
+
         def read(wire: Wire, part: range, outcomes: list[Outcome]) -> None:
-            items = [(PREFIX + names[index], into[index]) for index in part]
+            items = [(prefix + names[index], into[index]) for index in part]
             for index, came in zip(part, wire.get_all(items), strict=True):
                 outcome = self._failed(came) if isinstance(came, Exception) else came
                 outcomes[index] = outcome if arrived is None or not outcome.done else arrived(index, outcome)
@@ -145,9 +177,10 @@ class RedisMedium(KeyMedium):
         except MediumUnavailable as paused:
             return [Outcome(Status.FAILED, 0, str(paused))] * len(names)
         full: list[MediumFull] = []
+        prefix = prefix_of(self.generation)
 
         def write(wire: Wire, part: range, outcomes: list[Outcome]) -> None:
-            items = [(PREFIX + names[index], data[index]) for index in part]
+            items = [(prefix + names[index], data[index]) for index in part]
             for index, error in zip(part, wire.set_all(items, self._ttl_ms), strict=True):
                 if error is None:
                     outcomes[index] = Outcome(Status.DONE, total(data[index]))
@@ -168,37 +201,92 @@ class RedisMedium(KeyMedium):
     def touch(self, names: Sequence[Address]) -> None:
         if not names:
             return
+        prefix = prefix_of(self.generation)
+        records = [("PEXPIRE", _ABOUT + kind, self._ttl_ms) for kind in _KINDS]
 
-        def by_commands(wire: Wire) -> int:
-            _raised(wire.pipeline([("PEXPIRE", PREFIX + name, self._ttl_ms) for name in names]))
-            return 0
+        def by_commands(wire: Wire) -> tuple[int, list[Any]]:
+            return 0, raised(wire.pipeline([*(("PEXPIRE", prefix + name, self._ttl_ms) for name in names), *records]))
 
-        self._scripted(_TOUCH, [b"".join(names), self._ttl_ms], by_commands)
+        self._scripted(_TOUCH, prefix, [b"".join(names), self._ttl_ms], records, by_commands)
 
     def delete(self, names: Sequence[Address]) -> None:
+        prefix = prefix_of(self.generation)
+        self._unlink([prefix + name for name in names])
+
+    def _unlink(self, names: Sequence[bytes]) -> None:
         commands = [
-            ("UNLINK", *(PREFIX + name for name in names[start : start + _NAMES_PER_COMMAND]))
-            for start in range(0, len(names), _NAMES_PER_COMMAND)
+            ("UNLINK", *names[start : start + _NAMES_PER_COMMAND]) for start in range(0, len(names), _NAMES_PER_COMMAND)
         ]
         if commands:
-            self._called(lambda wire: _raised(wire.pipeline(commands)))
+            self._called(lambda wire: raised(wire.pipeline(commands)))
 
     def scan(self) -> Iterator[Address]:
+        for found in self._scanned():
+            yield from (name for generation, name, _ in found if generation == self.generation)
+
+    def _scanned(self) -> Iterator[list[tuple[int, Address, bytes]]]:
+        """Batches of all values of any generation: (generation, address, the server's own name)."""
         cursor: Any = 0
         while True:
             cursor, found = self._called(partial(_scanned, cursor))
-            for name in found:
-                if len(name) == len(PREFIX) + _ADDRESS_BYTES:
-                    yield Address(name[len(PREFIX) :])
+            yield [(generation, address, name) for name in found for generation, address in parsed(name)]
             if int(cursor) == 0:
                 return
+
+    def heads(self, names: Sequence[Address], nbytes: int) -> list[bytes]:
+        prefix = prefix_of(self.generation)
+        commands = [("GETRANGE", prefix + name, 0, nbytes - 1) for name in names]
+        found = self._called(lambda wire: wire.pipeline(commands)) if commands else []
+        return [b"" if isinstance(head, Exception) else head for head in found]
+
+    def clear(self) -> None:
+        counted = self._called(lambda wire: int(wire.call("HINCRBY", CLEAR, "generation", 1)))
+        with self._lock:
+            known, self.generation = self.generation, max(self.generation + 1, counted)
+        if counted <= known:  # the server had lost it
+            self._called(lambda wire: merged(wire, {b"generation": self.generation}, {}))
+
+    def reclaim(self) -> int:
+        count = 0
+        for found in self._scanned():
+            hidden = [name for generation, _, name in found if generation < self.generation]
+            self._unlink(hidden)
+            count += len(hidden)
+        return count
 
     def ping(self) -> None:
         self._tried(lambda wire: wire.call("PING"))
 
     def remember(self, kind: str, digest: bytes, text: str) -> None:
-        name = _ABOUT + kind.encode() + b":" + digest.hex().encode()
-        self._called(lambda wire: wire.call("SET", name, text.encode(), "PX", self._ttl_ms))
+        table = _ABOUT + kind.encode()
+        stamped = b"%d %b" % (time.time(), text.encode())
+        keep = ("PEXPIRE", table, self._ttl_ms)
+        commands = [("HSET", table, digest, stamped), keep, ("HLEN", table)]
+        (*_, count) = self._called(lambda wire: raised(wire.pipeline(commands)))
+        if count > MOST_RECORDS:
+            oldest = sorted((value, name) for name, value in self._hash(table, count).items())[: count - MOST_RECORDS]
+            self._called(lambda wire: wire.call("HDEL", table, *(name for _, name in oldest)))
+
+    def records(self, kind: str) -> dict[bytes, str]:
+        table = self._hash(_ABOUT + kind.encode(), 2 * MOST_RECORDS)
+        return {digest: value.partition(b" ")[2].decode("utf-8", "replace") for digest, value in table.items()}
+
+    def epochs(self) -> dict[str, int]:
+        rows = self._hash(CLEAR, MOST_EPOCHS)
+        self.epochs_version = rows.pop(b"version", b"")
+        rows.pop(b"generation", None)
+        return {name.decode("utf-8", "replace"): number_of(epoch) for name, epoch in rows.items()}
+
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        rows, gone = [{name.encode(): epoch for name, epoch in each.items()} for each in (wanted, implied)]
+        self._called(lambda wire: merged(wire, rows, gone))
+
+    def _hash(self, table: bytes, most: int) -> dict[bytes, bytes]:
+        """A hash of ours, if it is not longer than ours ever are."""
+        if (count := self._called(lambda wire: int(wire.call("HLEN", table)))) > most:
+            raise MediumError(f"{self._where}: {table.decode()} has {count} fields, which cannot be ours")
+        found = self._called(lambda wire: wire.call("HGETALL", table))
+        return pairs_of(found)
 
     def close(self) -> None:
         self._workers.shutdown()
@@ -212,11 +300,20 @@ class RedisMedium(KeyMedium):
             raise meaning from error
         return Outcome(Status.FAILED, 0, str(meaning))
 
-    def _scripted(self, script: str, arguments: list[Any], by_commands: Callable[[Wire], int]) -> int:
-        """A script over packed names, or the same by commands where the server lets us run none."""
+    def _scripted(
+        self,
+        script: str,
+        prefix: bytes,
+        arguments: list[Any],
+        then: Commands,
+        by_commands: Callable[[Wire], tuple[int, list[Any]]],
+    ) -> tuple[int, list[Any]]:
+        """A script over packed names and the commands behind it, in one round trip; or the same by commands alone where the
+        server lets us run no script. All replies.
+        """
         if self._scripts:
             try:
-                return int(self._called(lambda wire: _evaluated(wire, script, arguments)))
+                return self._called(lambda wire: _evaluated(wire, script, prefix, arguments, then))
             except _NoScripts:
                 self._scripts = False
         return self._called(by_commands)
@@ -285,30 +382,20 @@ class _NoScripts(Exception):
     """The server, or our ACL, lets no script run."""
 
 
-def _evaluated(wire: Wire, script: str, arguments: list[Any]) -> Any:  # noqa: ANN401 - a reply
+def _evaluated(wire: Wire, script: str, prefix: bytes, arguments: list[Any], then: Commands) -> tuple[int, list[Any]]:
     digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-    try:
-        try:
-            return wire.call("EVALSHA", digest, 1, PREFIX, *arguments)
-        except foreign.NoScriptError:
-            return wire.call("EVAL", script, 1, PREFIX, *arguments)
-    except foreign.NoPermissionError as error:
-        raise _NoScripts from error
-    except foreign.ResponseError as error:
-        if "unknown command" in str(error).lower():
-            raise _NoScripts from error
-        raise
+    count, *replies = wire.pipeline([("EVALSHA", digest, 1, prefix, *arguments), *then])
+    if isinstance(count, foreign.NoScriptError):
+        count, *replies = wire.pipeline([("EVAL", script, 1, prefix, *arguments), *then])
+    if isinstance(count, foreign.NoPermissionError):
+        raise _NoScripts from count
+    if isinstance(count, foreign.ResponseError) and "unknown command" in str(count).lower():
+        raise _NoScripts from count
+    return int(raised([count])[0]), raised(replies)
 
 
 def _scanned(cursor: Any, wire: Wire) -> Any:  # noqa: ANN401 - words of a command and its reply
     return wire.call("SCAN", cursor, "MATCH", PREFIX + b"*", "COUNT", 1000)
-
-
-def _raised(replies: list[Any]) -> list[Any]:
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
 
 
 def _connection_maker(location: TierUrl, params: RedisMedium.Params) -> Callable[[], Any]:

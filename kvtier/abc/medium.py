@@ -10,13 +10,14 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from kvtier.key import Address
 
 if TYPE_CHECKING:
+    from kvtier.abc.store import Fence
     from kvtier.url import TierUrl
 
 Iovec: TypeAlias = Sequence[memoryview]
@@ -71,6 +72,35 @@ class Medium(ABC):
         """Give back files, sockets and memory. Idempotent; no call may follow."""
 
 
+MOST_RECORDS = 1024
+"""Records of one kind that a medium keeps; those that were remembered longest ago go first."""
+RECORD_BYTES = 4096
+"""No record is longer, and no name of an epoch."""
+
+
+class LastingMedium(Medium):
+    """A medium that outlives its process, and so keeps what explains its blocks and what has been cleared."""
+
+    @abstractmethod
+    def remember(self, kind: str, digest: bytes, text: str) -> None:
+        """Keep one readable record of what frames name by digest (``kind``: identity, scope). Never a secret."""
+
+    @abstractmethod
+    def records(self, kind: str) -> dict[bytes, str]:
+        """Digest to text of every record of a kind that is still kept."""
+
+    @abstractmethod
+    def epochs(self) -> dict[str, int]:
+        """What ``raise_epochs`` has been told by anybody: name to clear epoch, empty where it was lost."""
+
+    @abstractmethod
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        """Raise epochs to what is wanted; a higher one stays. Those of ``implied`` that are not higher go.
+
+        Atomic: of several that raise at once none lowers what another has raised. They never expire.
+        """
+
+
 class SlotMedium(Medium):
     """Numbered places of one size."""
 
@@ -94,6 +124,36 @@ class SlotMedium(Medium):
         """
         return None
 
+    def fence(self) -> Fence | None:
+        """What a copy has to wait for, so that all that the calling thread has queued on this memory has happened.
+
+        None where nothing is ever queued.
+        """
+        return None
+
+    def layered(self) -> LayeredSlots | None:
+        """This medium for one load whose layers may be used as they arrive; None where a write is seen whole."""
+        return None
+
+
+class LayeredSlots(SlotMedium):
+    """A slot medium as one load writes to it: whole blocks in one batch, the first layers first.
+
+    ``write`` returns, as ever, when all is there. Meanwhile the thread that computes asks for layer after layer.
+    """
+
+    @abstractmethod
+    def wait_for_layer(self, layer: int, timeout: float) -> bool:
+        """Let nothing that the calling thread queues from now on see ``layer`` before it has arrived.
+
+        Blocks at most until the layer's copies are queued, and not for the copies. False where they were not in ``timeout``
+        seconds. True as well where the load has ended without them: its outcomes say which blocks never came.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """The load has ended in whatever way: nobody waits any more. Idempotent, from any thread."""
+
 
 class Record(NamedTuple):
     """One row of a persistent medium's index: where an object is and what evicting it must know.
@@ -109,6 +169,10 @@ class Record(NamedTuple):
     used: float
     """Wall-clock seconds of last use."""
     expires_at: float | None = None
+    identity: bytes = bytes(32)
+    """Digest of the identity."""
+    adapter: bytes = bytes(16)
+    epoch: int = 0
 
 
 class Journal(ABC):
@@ -127,7 +191,7 @@ class Journal(ABC):
         """Note recency (slot, wall-clock seconds). May be written late; losing it loses only order."""
 
 
-class PersistentSlotMedium(SlotMedium):
+class PersistentSlotMedium(SlotMedium, LastingMedium):
     """A slot medium that outlives its process."""
 
     journal: Journal
@@ -139,20 +203,27 @@ class PersistentSlotMedium(SlotMedium):
     def drop_page_cache(self) -> None:
         """Make the next reads come from the device, for measurements. Nothing to do where no page cache is used."""
 
-    @abstractmethod
-    def remember(self, kind: str, digest: bytes, text: str) -> None:
-        """Keep one readable record of what frames name by digest (``kind``: identity). Never a secret."""
+    def drop_others(self) -> int:
+        """Forget what is kept for blocks of other sizes; bytes that this gives back. Nothing where only one size is kept."""
+        return 0
 
 
-class KeyMedium(Medium):
+class KeyMedium(LastingMedium):
     """A place per name. Names outlive the process and are shared by whoever reaches the medium."""
 
     ttl: float = math.inf
     """Seconds after which a value goes that nobody wrote or touched."""
+    epochs_version: bytes = b""
+    """As of the last probe: another value means that the epochs have changed, or are lost."""
+    generation: int = 0
+    """How often the medium has been cleared, as of the last probe. Names of earlier generations are absent."""
 
     @abstractmethod
     def probe(self, names: Sequence[Address]) -> int:
-        """Length of the present prefix of ``names``, in one round trip. A hint: it may be gone at the read."""
+        """Length of the present prefix of ``names``, in one round trip. A hint: it may be gone at the read.
+
+        Brings ``epochs_version`` and ``generation`` up to date in the same round trip.
+        """
 
     @abstractmethod
     def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
@@ -175,12 +246,20 @@ class KeyMedium(Medium):
         """Every name that is present, in no order; one may come twice."""
 
     @abstractmethod
-    def ping(self) -> None:
-        """Raise ``MediumUnavailable`` or ``MediumRefused`` where it cannot be used now. Bounded by its timeout."""
+    def heads(self, names: Sequence[Address], nbytes: int) -> list[bytes]:
+        """The first ``nbytes`` of each value, or fewer where it is shorter; empty where it is absent."""
 
     @abstractmethod
-    def remember(self, kind: str, digest: bytes, text: str) -> None:
-        """Keep one readable record of what frames name by digest (``kind``: identity). Never a secret."""
+    def clear(self) -> None:
+        """Make every name absent at once, here and with the next probe for all who share the medium."""
+
+    @abstractmethod
+    def reclaim(self) -> int:
+        """Remove the values that ``clear`` has hidden; how many there were. May take long."""
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Raise ``MediumUnavailable`` or ``MediumRefused`` where it cannot be used now. Bounded by its timeout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from kvtier.abc.medium import (
@@ -16,6 +16,7 @@ from kvtier.abc.medium import (
     Iovec,
     Journal,
     KeyMedium,
+    LastingMedium,
     Medium,
     Outcome,
     PersistentSlotMedium,
@@ -207,7 +208,29 @@ class FaultySlots(_Faults, SlotMedium):
         return view
 
 
-class FaultyPersistentSlots(_Faults, PersistentSlotMedium):
+class _LastingFaults(_Faults, LastingMedium):
+    """What ``remember`` and the epochs of both kinds of lasting medium have in common."""
+
+    def remember(self, kind: str, digest: bytes, text: str) -> None:
+        self._fault.before("remember")
+        self._inner.remember(kind, digest, text)
+
+    def records(self, kind: str) -> dict[bytes, str]:
+        self._fault.before("records")
+        records: dict[bytes, str] = self._inner.records(kind)
+        return records
+
+    def epochs(self) -> dict[str, int]:
+        self._fault.before("epochs")
+        epochs: dict[str, int] = self._inner.epochs()
+        return epochs
+
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        self._fault.before("raise_epochs")
+        self._inner.raise_epochs(wanted, implied)
+
+
+class FaultyPersistentSlots(_LastingFaults, PersistentSlotMedium):
     def __init__(self, inner: PersistentSlotMedium, fault: Fault) -> None:
         super().__init__(inner, fault)
         self.slots, self.slot_bytes = inner.slots, inner.slot_bytes
@@ -219,12 +242,12 @@ class FaultyPersistentSlots(_Faults, PersistentSlotMedium):
     def write(self, slots: Sequence[int], data: Sequence[Iovec]) -> list[Outcome]:
         return self._write(slots, data)
 
-    def remember(self, kind: str, digest: bytes, text: str) -> None:
-        self._fault.before("remember")
-        self._inner.remember(kind, digest, text)
-
     def drop_page_cache(self) -> None:
         self._inner.drop_page_cache()
+
+    def drop_others(self) -> int:
+        self._fault.before("drop_others")
+        return int(self._inner.drop_others())
 
 
 class _FaultyJournal(Journal):
@@ -244,7 +267,15 @@ class _FaultyJournal(Journal):
         self._inner.touch(used)
 
 
-class FaultyNames(_Faults, KeyMedium):
+class FaultyNames(_LastingFaults, KeyMedium):
+    @property
+    def epochs_version(self) -> bytes:  # type: ignore[override]  # as the wrapped one has it now
+        return bytes(self._inner.epochs_version)
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]  # as the wrapped one has it now
+        return int(self._inner.generation)
+
     @property
     def ttl(self) -> float:  # type: ignore[override]  # as the wrapped one has it
         inner: KeyMedium = self._inner
@@ -272,10 +303,18 @@ class FaultyNames(_Faults, KeyMedium):
         self._fault.before("scan")
         yield from self._inner.scan()
 
+    def heads(self, names: Sequence[Address], nbytes: int) -> list[bytes]:
+        self._fault.before("heads")
+        return list(self._inner.heads(names, nbytes))
+
+    def clear(self) -> None:
+        self._fault.before("clear")
+        self._inner.clear()
+
+    def reclaim(self) -> int:
+        self._fault.before("reclaim")
+        return int(self._inner.reclaim())
+
     def ping(self) -> None:
         self._fault.before("ping")
         self._inner.ping()
-
-    def remember(self, kind: str, digest: bytes, text: str) -> None:
-        self._fault.before("remember")
-        self._inner.remember(kind, digest, text)

@@ -19,11 +19,12 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from kvtier.abc.medium import Iovec, KeyMedium, Outcome, SlotMedium, Status
+from kvtier.abc.medium import MOST_RECORDS, Iovec, KeyMedium, LastingMedium, Outcome, SlotMedium, Status
 from kvtier.key import KEY_BYTES, Address, Shard
 
 S = TypeVar("S", bound=SlotMedium)
 K = TypeVar("K", bound=KeyMedium)
+L = TypeVar("L", bound=LastingMedium)
 
 
 def payload(seed: int, nbytes: int) -> memoryview:
@@ -41,6 +42,47 @@ def names(count: int, seed: int = 0) -> list[Address]:
     rng = random.Random(seed)
     shard = Shard().packed()
     return [Address(rng.randbytes(KEY_BYTES) + shard) for _ in range(count)]
+
+
+class LastingMediumSuite(Generic[L]):
+    """For media that outlive their process: what both kinds of them keep beside blocks."""
+
+    def test_records_are_told_apart_by_kind_and_the_later_one_stays(self, medium: L) -> None:
+        medium.remember("identity", b"d" * 32, "{}")
+        medium.remember("scope", b"d" * 32, "another kind")
+        medium.remember("identity", b"d" * 32, '{"model": "m \u00fc"}')
+        assert medium.records("identity") == {b"d" * 32: '{"model": "m \u00fc"}'}
+        assert medium.records("scope") == {b"d" * 32: "another kind"}
+        assert medium.records("none of this kind") == {}
+
+    def test_no_more_records_of_a_kind_are_kept_than_is_said(self, medium: L) -> None:
+        for number in range(MOST_RECORDS + 20):
+            medium.remember("scope", b"%032d" % number, "{}")
+        medium.remember("identity", b"d" * 32, "{}")
+        kept = medium.records("scope")
+        assert MOST_RECORDS // 2 <= len(kept) <= MOST_RECORDS
+        assert b"%032d" % (MOST_RECORDS + 19) in kept
+        assert len(medium.records("identity")) == 1
+
+    def test_epochs_only_rise_and_go_where_others_imply_them(self, medium: L) -> None:
+        assert medium.epochs() == {}
+        medium.raise_epochs({'["m", null]': 3, "b": 1}, {})
+        medium.raise_epochs({'["m", null]': 2, "b": 5}, {})
+        assert medium.epochs() == {'["m", null]': 3, "b": 5}
+        medium.raise_epochs({"c": 1 << 31}, {'["m", null]': 2, "b": 5, "unknown": 9})
+        assert medium.epochs() == {'["m", null]': 3, "c": 1 << 31}
+
+    def test_of_many_that_raise_at_once_nobody_is_lowered(self, medium: L) -> None:
+        def play(number: int) -> None:
+            for epoch in range(1, 6):
+                medium.raise_epochs({"shared": 10 * epoch + number, f"own {number}": epoch}, {})
+
+        threads = [threading.Thread(target=play, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert medium.epochs() == {"shared": 52, "own 0": 5, "own 1": 5, "own 2": 5}
 
 
 class SlotMediumSuite(Generic[S]):
@@ -153,7 +195,7 @@ class SlotMediumSuite(Generic[S]):
         medium.close()
 
 
-class KeyMediumSuite(Generic[K]):
+class KeyMediumSuite(LastingMediumSuite[K], Generic[K]):
     """For key media."""
 
     @pytest.fixture
@@ -245,6 +287,42 @@ class KeyMediumSuite(Generic[K]):
         self.fill(medium, wanted, 10)
         medium.remember("identity", b"d" * 32, "{}")
         assert set(medium.scan()) == set(wanted)
+
+    def test_cleared_values_are_absent_at_once_and_reclaimed_behind(self, medium: K) -> None:
+        wanted = names(6)
+        self.fill(medium, wanted, 10)
+        before = medium.generation
+        medium.clear()
+        assert (medium.probe(wanted), list(medium.scan())) == (0, [])
+        assert medium.generation > before
+        status = [one.status for one in medium.read(wanted, [[room(10)] for _ in wanted])]
+        assert status == [Status.ABSENT] * 6
+        again = self.fill(medium, wanted[:2], 20)
+        assert medium.reclaim() in (0, 6)
+        assert (medium.probe(wanted), medium.reclaim()) == (2, 0)
+        into = [room(20), room(20)]
+        assert all(one.done for one in medium.read(wanted[:2], [[each] for each in into]))
+        assert into == again
+
+    def test_a_probe_says_that_epochs_have_changed(self, medium: K) -> None:
+        medium.probe([])
+        before = medium.epochs_version
+        medium.raise_epochs({"a": 1}, {})
+        medium.probe(names(1))
+        seen = medium.epochs_version
+        assert seen != before
+        medium.raise_epochs({"a": 1}, {})
+        medium.epochs()
+        medium.raise_epochs({"a": 2}, {})
+        medium.probe([])
+        assert medium.epochs_version != seen
+
+    def test_heads_are_the_first_bytes_of_what_is_there(self, medium: K) -> None:
+        wanted = names(3)
+        data = self.fill(medium, wanted[:2], 1000)
+        self.poke(medium, wanted[1], b"short")
+        assert medium.heads(wanted, 512) == [bytes(data[0][:512]), b"short", b""]
+        assert medium.heads([], 512) == []
 
     def test_touch_and_ping_take_what_comes(self, medium: K) -> None:
         wanted = names(3)

@@ -13,7 +13,7 @@ from kvtier.storage_backends.dram import DramMedium
 
 SHARD = Shard()
 LAYOUT = b"l" * 16
-ORIGIN = Origin(b"i" * 32, b"s" * 32, b"t" * 16)
+ORIGIN = Origin(b"i" * 32, b"s" * 32, b"t" * 16, b"a" * 16, 3)
 
 
 class Batch:
@@ -50,7 +50,18 @@ class Batch:
     def rows(self, slots: list[int], used: float = 1.0) -> list[Record]:
         parents = [Address(header.parent + SHARD.packed()) for header in self.headers]
         return [
-            Record(slot, self.names[i], parents[i], i, ORIGIN.tenant, used, self.headers[i].expires_at)
+            Record(
+                slot,
+                self.names[i],
+                parents[i],
+                i,
+                ORIGIN.tenant,
+                used,
+                self.headers[i].expires_at,
+                ORIGIN.identity,
+                ORIGIN.adapter,
+                ORIGIN.epoch,
+            )
             for i, slot in enumerate(slots)
         ]
 

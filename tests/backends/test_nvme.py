@@ -23,12 +23,12 @@ from kvtier.errors import CapacityError, ConfigError, MediumError
 from kvtier.quantity import Bytes
 from kvtier.storage_backends import nvme_file
 from kvtier.storage_backends.nvme import NvmeMedium
-from kvtier.testing.media import SlotMediumSuite
+from kvtier.testing.media import LastingMediumSuite, SlotMediumSuite
 from kvtier.testing.requirements import require_machine
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.url import TierUrl
 
-from .support import Batch
+from .support import ORIGIN, Batch
 
 MIB = 1 << 20
 BLOCK = 100_000
@@ -52,6 +52,57 @@ def promoted(medium: NvmeMedium, batch: Batch, slots: list[int]) -> list[Status]
     for index, outcome in enumerate(outcomes):
         assert not outcome.done or batch.arrived_whole(index)
     return [outcome.status for outcome in outcomes]
+
+
+class TestWhatLasts(LastingMediumSuite[NvmeMedium]):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Iterator[NvmeMedium]:
+        made = opened(tmp_path / "tier", 16 * MIB)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("loss", ["none", "corrupt", "gone"])
+def test_epochs_outlive_the_process_and_the_database(tmp_path: Path, loss: str) -> None:
+    medium = opened(tmp_path)
+    batch = Batch(3, BLOCK)
+    demoted(medium, batch, [0, 1, 2])
+    medium.raise_epochs({'["m", null, null]': 4}, {})
+    medium.close()
+    if loss == "corrupt":
+        (tmp_path / "index.sqlite").write_bytes(b"not a database" * 1000)
+    elif loss == "gone":
+        (tmp_path / "index.sqlite").unlink()
+    again = opened(tmp_path)
+    assert again.epochs() == {'["m", null, null]': 4}
+    rows = again.journal.load()
+    assert {(row.identity, row.tenant, row.adapter, row.epoch) for row in rows} == {
+        (ORIGIN.identity, ORIGIN.tenant, ORIGIN.adapter, ORIGIN.epoch)
+    }
+    assert stat.S_IMODE((tmp_path / "epochs.json").stat().st_mode) == 0o600
+    again.close()
+
+
+def test_epochs_that_cannot_be_read_stop_the_tier_and_are_not_taken_for_none(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "index.sqlite").unlink()
+    (tmp_path / "epochs.json").write_text("[1, 2")
+    with pytest.raises(MediumError, match="what was cleared is not known"):
+        opened(tmp_path)
+
+
+def test_blocks_of_other_sizes_are_given_back_when_all_is_cleared(tmp_path: Path) -> None:
+    other = opened(tmp_path, block=50_000)
+    demoted(other, Batch(3, 50_000), [0, 1, 2])
+    other.close()
+    medium = opened(tmp_path)
+    assert medium.drop_others() > 150_000
+    assert medium.drop_others() == 0
+    assert [path.name for path in tmp_path.glob("slots-*.kvt")] == [medium._file.path.name]
+    medium.close()
+    other = opened(tmp_path, block=50_000)
+    assert other.journal.load() == []
+    other.close()
 
 
 class TestSuite(SlotMediumSuite[NvmeMedium]):
@@ -90,7 +141,7 @@ def test_a_restart_finds_everything_again(tmp_path: Path) -> None:
     assert {row.address: slot for slot, row in rows.items()} == dict(zip(batch.names, [3, 0, 9, 4, 7], strict=True))
     assert (rows[9].used, rows[9].depth, rows[9].parent) == (50.0, 2, batch.names[1])
     assert promoted(again, batch, [3, 0, 9, 4, 7]) == [Status.DONE] * 5
-    assert again.journal.about() == {("identity", b"d" * 32): '{"model": "m"}'}
+    assert again.records("identity") == {b"d" * 32: '{"model": "m"}'}
     again.close()
 
 

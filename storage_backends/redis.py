@@ -33,7 +33,7 @@ from kvtier.storage_backends.redis_names import (
     ADDRESS_BYTES,
     CLEAR,
     MOST_EPOCHS,
-    PREFIX as PREFIX,
+    PREFIX,
     merged,
     number_of,
     pairs_of,

@@ -24,7 +24,8 @@ from kvtier.key import Address
 from kvtier.params import build_params
 from kvtier.quantity import Seconds
 from kvtier.storage_backends.breaker import CircuitBreaker
-from kvtier.storage_backends.redis import PREFIX, RedisMedium
+from kvtier.storage_backends.redis import RedisMedium
+from kvtier.storage_backends.redis_names import PREFIX
 from kvtier.storage_backends.redis_wire import FOREIGN, medium_error, translated
 from kvtier.testing.media import KeyMediumSuite, names, payload, room
 from kvtier.testing.requirements import require_installed

@@ -18,7 +18,7 @@ from kvtier.codec.frame import HEADER_BYTES, FrameHeader
 from kvtier.connectors.bundled import BundledConnector
 from kvtier.key import Identity
 from kvtier.layout import CacheGroup, GroupKind, Layout
-from kvtier.storage_backends.redis import PREFIX
+from kvtier.storage_backends.redis_names import PREFIX
 from kvtier.testing.blocks import EngineMemory
 from tests.store.builders import chain, content, make_bench
 

@@ -68,9 +68,13 @@ class Arena:
 
     def show(self, slot: Slot, address: Address, header: FrameHeader, now: float) -> bool:
         """Commit a WRITING slot; False where the block is there already."""
-        if not self.pool.commit(slot, address, entry_meta(header), now):
+        meta = entry_meta(header)
+        if not self.pool.commit(slot, address, meta, now):
             return False
-        self.headers.put(slot, header)
+        above = None if meta.parent is None else self.pool.slot(meta.parent)
+        self.headers.put(slot, header, meta.parent if above is None else self.pool.entry(above))
+        for below in self.pool.children(slot):  # chains are shown tail first
+            self.headers.share_parent(below, address)
         self.owed[slot] = 0
         self.below[slot] = 0
         return True

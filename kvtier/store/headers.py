@@ -22,24 +22,30 @@ class _Shared:
     raw_bytes: int
     adapter: bytes
     epoch: int
+    root: BlockKey | None
+    """Parent of the first blocks of chains; None for all others."""
 
 
 class HeaderTable:
     """Headers by slot. In DRAM every block is raw, so codec, payload length and stored sum need no place."""
 
     def __init__(self, slots: int) -> None:
-        self._parents = bytearray(KEY_BYTES * slots)
+        self._parents: list[Address | None] = [None] * slots
         self._contents = bytearray(SUM_BYTES * slots)
         self._created = array("d", [0.0]) * slots
-        self._expires = array("d", [0.0]) * slots
+        self._expires: dict[Slot, float] = {}
         self._depths = array("I", [0]) * slots
         self._shared: list[_Shared | None] = [None] * slots
         self._known: dict[_Shared, _Shared] = {}
         self._blocks: dict[_Shared, int] = {}
 
-    def put(self, slot: Slot, header: FrameHeader) -> None:
-        """Note the header of the block that ``slot`` holds from now on."""
+    def put(self, slot: Slot, header: FrameHeader, parent: Address | None) -> None:
+        """Note the header of the block that ``slot`` holds from now on.
+
+        ``parent`` (None for the first of a chain) is best the very object that stands in the pool: then it takes no memory.
+        """
         self.drop(slot)
+        root = None if parent else header.parent
         shared = _Shared(
             header.identity,
             header.scope,
@@ -49,22 +55,29 @@ class HeaderTable:
             header.raw_bytes,
             header.adapter,
             header.epoch,
+            root,
         )
         shared = self._known.setdefault(shared, shared)
         self._blocks[shared] = self._blocks.get(shared, 0) + 1
         self._shared[slot] = shared
-        self._parents[KEY_BYTES * slot : KEY_BYTES * (slot + 1)] = header.parent
+        self._parents[slot] = parent
         self._contents[SUM_BYTES * slot : SUM_BYTES * (slot + 1)] = header.content
         self._created[slot] = header.created
-        self._expires[slot] = header.expires_at or 0.0
+        if header.expires_at is not None:
+            self._expires[slot] = header.expires_at
         self._depths[slot] = header.depth
+
+    def share_parent(self, slot: Slot, parent: Address) -> None:
+        """``parent``, equal to what is noted for ``slot``, stands in the pool from now on."""
+        self._parents[slot] = parent
 
     def drop(self, slot: Slot) -> None:
         """The slot holds nothing any more."""
         shared = self._shared[slot]
         if shared is None:
             return
-        self._shared[slot] = None
+        self._shared[slot] = self._parents[slot] = None
+        self._expires.pop(slot, None)
         self._blocks[shared] -= 1
         if not self._blocks[shared]:
             del self._blocks[shared], self._known[shared]
@@ -78,10 +91,12 @@ class HeaderTable:
         shared = self._shared[slot]
         if shared is None:
             return None
-        content = self.content(slot)
+        content, parent = self.content(slot), self._parents[slot]
+        above = shared.root if parent is None else BlockKey(parent[:KEY_BYTES])
+        assert above is not None, f"slot {slot} has a parent or a root"
         return FrameHeader(
             key=BlockKey(entry[:KEY_BYTES]),
-            parent=BlockKey(bytes(self._parents[KEY_BYTES * slot : KEY_BYTES * (slot + 1)])),
+            parent=above,
             depth=self._depths[slot],
             identity=shared.identity,
             scope=shared.scope,
@@ -89,7 +104,7 @@ class HeaderTable:
             shard=shared.shard,
             layout=shared.layout,
             created=self._created[slot],
-            expires_at=self._expires[slot] or None,
+            expires_at=self._expires.get(slot),
             raw_bytes=shared.raw_bytes,
             content=content,
             codec=0,

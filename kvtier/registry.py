@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.url import TierUrl
 
 if TYPE_CHECKING:
+    from kvtier.abc.audit import Auditor
     from kvtier.abc.medium import Medium, MediumContext, MediumFactory
 
 BACKENDS = "kvtier.storage_backends"
@@ -64,6 +65,10 @@ class TierPlan:
     def open(self, context: MediumContext) -> Medium:
         """Open the medium. May block; raises ``ConfigError`` or ``MediumError``."""
         return self.factory.open(self.url, self.params, context)
+
+    def auditor(self) -> Auditor | None:
+        """What looks through the medium at rest; None where nothing outlives the process. Raises as ``open`` does."""
+        return self.factory.auditor(self.url, self.params)
 
 
 def plan_tier(url: TierUrl) -> TierPlan:

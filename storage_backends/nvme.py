@@ -11,8 +11,6 @@ is in the index was on the disk, and what is torn was never in the index; header
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import threading
@@ -21,13 +19,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.abc.audit import Auditor
 from kvtier.abc.medium import Arrived, Iovec, MediumContext, Outcome, PersistentSlotMedium, Record, Status
 from kvtier.codec.frame import HEADER_BYTES, FrameHeader
 from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
 from kvtier.key import Address, address
 from kvtier.quantity import Bytes, rounded_bytes
+from kvtier.storage_backends.nvme_directory import DATABASE, file_name, held_bytes, stride_of, taken
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
-from kvtier.storage_backends.nvme_journal import EPOCHS_COPY, ROW_BYTES, WAL_BYTES, NvmeJournal
+from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal, nowhere
 from kvtier.url import TierUrl
 
 _log = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ _EXTENT_BYTES = 256 << 20
 _EXTENTS_OF_A_SMALL_BUDGET = 16
 _OVERHEAD_BYTES = WAL_BYTES + (1 << 20)
 """Write-ahead log, its index, an empty database, lock file and directory."""
-_DATABASE = "index.sqlite"
-_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,7 @@ class NvmeMedium(PersistentSlotMedium):
     journal: NvmeJournal
 
     def __init__(self, directory: Path, slot_bytes: int, params: Params) -> None:
+        self.at: Callable[[str], None] = nowhere
         self.slot_bytes = slot_bytes
         self._directory = directory
         self._active = SizeClass.of(params.capacity, slot_bytes)
@@ -102,15 +101,13 @@ class NvmeMedium(PersistentSlotMedium):
         self._lock = threading.Lock()
         self._extents_lock = threading.Lock()
         self._closed = False
-        self._lock_file = _locked(directory)
+        self._lock_file = taken(directory)
         try:
             self._check_disk()
-            self._file = SlotFile(
-                directory / _file_name(self._active.stride), self._active.stride, direct=params.direct
-            )
+            self._file = SlotFile(directory / file_name(self._active.stride), self._active.stride, direct=params.direct)
             self._workers = ThreadPoolExecutor(params.threads, "kvtier-nvme") if params.threads > 1 else None
             self._threads = params.threads
-            self.journal = NvmeJournal(directory / _DATABASE, self._active.stride)
+            self.journal = NvmeJournal(directory / DATABASE, self._active.stride)
             self._others = self._other_classes()
             if self.journal.fresh:
                 self._rebuild()
@@ -128,6 +125,12 @@ class NvmeMedium(PersistentSlotMedium):
             return cls(Path(location.path), context.slot_bytes, params)
         except OSError as error:
             raise ConfigError(f"{location}: {error.strerror or error} ({error.filename or location.path})") from error
+
+    @classmethod
+    def auditor(cls, location: TierUrl, params: Params) -> Auditor:
+        from kvtier.storage_backends.nvme_audit import NvmeAuditor  # noqa: PLC0415 - which opens this class, to repair
+
+        return NvmeAuditor(Path(location.path), params)
 
     @property
     def io(self) -> str:  # type: ignore[override]  # it changes when the file system refuses direct I/O
@@ -148,13 +151,19 @@ class NvmeMedium(PersistentSlotMedium):
 
         def write(index: int) -> Outcome:
             detail = refused.get(slots[index] // self._active.extent_slots)
-            return self._file.write(slots[index], data[index]) if detail is None else Outcome(Status.FAILED, 0, detail)
+            if detail is not None:
+                return Outcome(Status.FAILED, 0, detail)
+            self.at("before payload")
+            outcome = self._file.write(slots[index], data[index])
+            self.at("after payload")
+            return outcome
 
         outcomes = self._each(write, len(slots))
         try:
             self._file.sync()
         except OSError as error:
             return [Outcome(Status.FAILED, 0, f"fdatasync: {error.strerror}")] * len(slots)
+        self.at("after sync")
         with self._lock:
             self.bytes_written += sum(outcome.nbytes for outcome in outcomes)
         return outcomes
@@ -182,9 +191,20 @@ class NvmeMedium(PersistentSlotMedium):
         """Make the next buffered reads come from the device, for measurements."""
         self._file.drop_page_cache()
 
+    def check(self) -> list[str]:
+        with self._extents_lock:
+            counted = len(self._taken) * self._active.extent_slots * self._active.stride
+            there, held = self._file.held_bytes, self.held_bytes()
+        found = []
+        if there > counted + _OVERHEAD_BYTES:
+            found.append(f"wrong byte count: {counted} bytes of slots are counted, the file system has {there}")
+        if held > self._budget:
+            found.append(f"wrong byte count: the budget is {self._budget} bytes, the file system has {held}")
+        return found
+
     def held_bytes(self) -> int:
         """What the file system counts in the directory, now."""
-        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self._directory))
+        return held_bytes(self._directory)
 
     def close(self) -> None:
         with self._lock:
@@ -236,7 +256,7 @@ class NvmeMedium(PersistentSlotMedium):
     def _other_classes(self) -> dict[int, SlotFile]:
         found = {}
         for path in self._directory.glob("slots-*.kvt"):
-            stride = _stride_of(path.name)
+            stride = stride_of(path.name)
             if stride is not None and stride != self._active.stride:
                 found[stride] = SlotFile(path, stride, direct=False)
         return found
@@ -323,21 +343,15 @@ class NvmeMedium(PersistentSlotMedium):
 _NEVER = Record(0, Address(b""), Address(b""), 0, b"", float("-inf"))
 
 
-def _file_name(stride: int) -> str:
-    return f"slots-{stride}.kvt"
-
-
-def _stride_of(name: str) -> int | None:
-    digits = name.removeprefix("slots-").removesuffix(".kvt")
-    stride = int(digits) if digits.isdigit() else 0
-    return stride if stride > PAGE_BYTES and stride % PAGE_BYTES == 0 else None
-
-
 def _record(slot: int, page: bytes) -> Record | None:
     try:
-        header = FrameHeader.parse(memoryview(page))
+        return record_of(slot, FrameHeader.parse(memoryview(page)))
     except CorruptFrame:
         return None
+
+
+def record_of(slot: int, header: FrameHeader) -> Record:
+    """The row that a slot's header makes."""
     return Record(
         slot=slot,
         address=address(header.key, header.shard),
@@ -349,40 +363,4 @@ def _record(slot: int, page: bytes) -> Record | None:
         identity=header.identity,
         adapter=header.adapter,
         epoch=header.epoch,
-    )
-
-
-def _locked(directory: Path) -> int:
-    """The directory's lock, held until it is closed. Makes the directory; refuses one that holds other people's files."""
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"nvme://{directory}: is a file; give it a directory of its own")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    foreign = [name for name in sorted(entry.name for entry in directory.iterdir()) if not _is_ours(name)]
-    if foreign:
-        raise ConfigError(
-            f"nvme tier {directory}: holds what is not kvtier's ({foreign[0]}); give it a directory of its own"
-        )
-    directory.chmod(0o700)
-    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(lock)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise ConfigError(
-            f"nvme tier {directory}: process {holder} is using it; to share one directory between engines, "
-            "let the kvtier daemon hold it and connect them to the daemon"
-        ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
-
-
-def _is_ours(name: str) -> bool:
-    return (
-        name in (_LOCK, "lost+found")
-        or name.startswith((_DATABASE, EPOCHS_COPY.partition(".")[0]))
-        or (name[:6] == "slots-" and name.endswith(".kvt"))
     )

@@ -149,6 +149,10 @@ class SlotFile:
     def head(self, slot: int, nbytes: int) -> bytes:
         return os.pread(self._buffered, nbytes, slot * self.stride)
 
+    def wipe(self, slot: int) -> None:
+        """Make the slot's header page no header."""
+        os.pwrite(self._buffered, bytes(PAGE_BYTES), slot * self.stride)
+
     def close(self) -> None:
         for descriptor in self._opened:
             os.close(descriptor)

@@ -1,7 +1,8 @@
 """The SQLite index of an NVMe directory: which slot of which size class holds what, and who was used last.
 
 It is a cache of the header pages, which hold the truth: a database that is lost, corrupt or of another schema is
-replaced and filled from them.
+replaced and filled from them. A freed slot keeps its frame until it is written again; ``freed`` tells it from a slot whose
+row was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeAlias
 from kvtier.abc.medium import MOST_RECORDS, Journal, Record
 from kvtier.errors import MediumError, MediumFull
 
-SCHEMA = 2
+SCHEMA = 3
 """``PRAGMA user_version``: raised whenever the tables change."""
 WAL_BYTES = 2 << 20
 """The write-ahead log is kept under this: checkpointed every 256 pages, touches written 256 rows at a time."""
@@ -32,6 +33,7 @@ _TABLES = """
         stride INTEGER, slot INTEGER, address BLOB, parent BLOB, depth INTEGER, origin INTEGER, used REAL,
         expires_at REAL, PRIMARY KEY (stride, slot)
     ) WITHOUT ROWID;
+    CREATE TABLE freed (stride INTEGER, slot INTEGER, PRIMARY KEY (stride, slot)) WITHOUT ROWID;
     CREATE TABLE origin (id INTEGER PRIMARY KEY, tenant BLOB, identity BLOB, adapter BLOB, epoch INTEGER);
     CREATE TABLE about (kind TEXT, digest BLOB, text TEXT, seen REAL, PRIMARY KEY (kind, digest)) WITHOUT ROWID;
     CREATE TABLE epoch (name TEXT PRIMARY KEY, epoch INTEGER) WITHOUT ROWID;
@@ -46,6 +48,14 @@ _Origin: TypeAlias = tuple[bytes, bytes, bytes, int]
 """Tenant, identity, adapter and epoch: what most blocks have in common with many others."""
 
 
+def nowhere(point: str) -> None:
+    """Called at each named point of the write path; a test puts a function of its own in this one's place.
+
+    In order: ``after delete`` (its slots may be reused), ``before payload`` and ``after payload`` (per slot), ``after sync``,
+    ``after commit``.
+    """
+
+
 class NvmeJournal(Journal):
     """Rows of one directory; ``load``, ``commit`` and ``touch`` speak of the active size class, ``stride``.
 
@@ -53,6 +63,7 @@ class NvmeJournal(Journal):
     """
 
     def __init__(self, path: Path, stride: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.at: Callable[[str], None] = nowhere
         self._path = path
         self._stride = stride
         self._clock = clock
@@ -142,9 +153,11 @@ class NvmeJournal(Journal):
             if removed:
                 rows = [(self._stride, slot) for slot in removed]
                 database.executemany("DELETE FROM block WHERE stride = ? AND slot = ?", rows)
+                database.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", rows)
             self._insert(database, self._stride, added)
             for slot in [*removed, *(record.slot for record in added)]:
                 self._touched.pop(slot, None)
+        self.at("after commit" if added else "after delete")
 
     def touch(self, used: Iterable[tuple[int, float]]) -> None:
         with self._lock:
@@ -183,10 +196,11 @@ class NvmeJournal(Journal):
     def drop(self, stride: int, first: int, last: int | None = None) -> None:
         """Forget the slots of a size class from ``first`` to ``last``, which is not among them."""
         with self._transaction() as database:
-            database.execute(
-                "DELETE FROM block WHERE stride = ? AND slot >= ? AND slot < ?",
-                (stride, first, 1 << 62 if last is None else last),
-            )
+            for table in ("block", "freed"):
+                database.execute(
+                    f"DELETE FROM {table} WHERE stride = ? AND slot >= ? AND slot < ?",  # noqa: S608 - two names of ours
+                    (stride, first, 1 << 62 if last is None else last),
+                )
 
     def extents(self, stride: int, slots_each: int) -> dict[int, float]:
         """The extents of a size class that hold anything, and when something in them was used last."""
@@ -272,6 +286,7 @@ class NvmeJournal(Journal):
                 number = known[origin] = int(added.lastrowid or 0)
             rows.append((stride, one.slot, one.address, one.parent, one.depth, number, one.used, one.expires_at))
         database.executemany("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        database.executemany("DELETE FROM freed WHERE stride = ? AND slot = ?", [row[:2] for row in rows])
 
     def close(self) -> None:
         try:

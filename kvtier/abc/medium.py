@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from kvtier.key import Address
 
 if TYPE_CHECKING:
+    from kvtier.abc.audit import Auditor
     from kvtier.abc.store import Fence
     from kvtier.url import TierUrl
 
@@ -66,6 +67,19 @@ class Medium(ABC):
     """Bytes that reads have moved since the medium was opened."""
     bytes_written: int = 0
     """Bytes that writes have moved since the medium was opened."""
+
+    def check(self) -> list[str]:
+        """Disagreements between what the medium counts and what is there, in words. Takes microseconds."""
+        return []
+
+    @classmethod
+    def auditor(cls, location: TierUrl, params: Any) -> Auditor | None:  # noqa: ANN401 - its own Params
+        """What looks through the medium at rest; None where nothing outlives the process.
+
+        Raises ``ConfigError`` where the medium is not there, or a server is using what only one process may.
+        """
+        del location, params
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -275,6 +289,10 @@ class MediumFactory(Protocol):
 
     Params: type[Any]
     """Frozen keyword-only dataclass of the URL's parameters, with their defaults."""
+
+    def auditor(self, location: TierUrl, params: Any) -> Auditor | None:  # noqa: ANN401 - its own Params
+        """As ``Medium.auditor``."""
+        ...
 
     def open(self, location: TierUrl, params: Any, context: MediumContext) -> Medium:  # noqa: ANN401 - its own Params
         """The medium at ``location``; a remote one does not connect yet.

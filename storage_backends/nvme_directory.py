@@ -1,0 +1,77 @@
+"""The directory of an NVMe tier: whose it is, what belongs in it, and what its files are called."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.storage_backends.nvme_file import PAGE_BYTES
+from kvtier.storage_backends.nvme_journal import EPOCHS_COPY
+
+DATABASE = "index.sqlite"
+_LOCK = "lock"
+_NOT_SLOTS = {
+    _LOCK,
+    "lost+found",
+    EPOCHS_COPY,
+    f"{EPOCHS_COPY.partition('.')[0]}.new",
+    *(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal")),
+}
+SHARE = "to share one directory between engines, let the kvtier daemon hold it and connect them to the daemon"
+
+
+def file_name(stride: int) -> str:
+    """Of the slots of one size class."""
+    return f"slots-{stride}.kvt"
+
+
+def stride_of(name: str) -> int | None:
+    """The size class whose slots are in a file of that name; None where it is no slot file."""
+    digits = name.removeprefix("slots-").removesuffix(".kvt")
+    stride = int(digits) if digits.isdecimal() and digits.isascii() else 0
+    return stride if stride > PAGE_BYTES and stride % PAGE_BYTES == 0 and name == file_name(stride) else None
+
+
+def foreign_names(directory: Path) -> list[str]:
+    """Names of whatever is in the directory and is not ours, sorted."""
+    return sorted(
+        entry.name for entry in directory.iterdir() if entry.name not in _NOT_SLOTS and stride_of(entry.name) is None
+    )
+
+
+def locked(directory: Path, advice: str = SHARE) -> int:
+    """The directory's lock, held until it is closed. Raises ``ConfigError`` that names who has it, and ``advice``."""
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise ConfigError(f"nvme tier {directory}: process {holder} is using it; {advice}") from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def taken(directory: Path) -> int:
+    """Make the directory where it is not there, and lock it. Refuses one that holds other people's files."""
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"nvme://{directory}: is a file; give it a directory of its own")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    foreign = foreign_names(directory)
+    if foreign:
+        raise ConfigError(
+            f"nvme tier {directory}: holds what is not kvtier's ({foreign[0]}); give it a directory of its own"
+        )
+    directory.chmod(0o700)
+    return locked(directory)
+
+
+def held_bytes(directory: Path) -> int:
+    """What the file system counts in the directory, now."""
+    return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 from functools import partial
 
 from kvtier.abc.connector import (
@@ -17,7 +18,7 @@ from kvtier.abc.connector import (
     StepPlan,
     WorkerConnector,
 )
-from kvtier.abc.medium import SlotMedium
+from kvtier.abc.medium import LayeredSlots, SlotMedium
 from kvtier.abc.store import Fence, Match, SlotRange, Store, Transfer
 from kvtier.key import Span
 
@@ -90,13 +91,28 @@ class BundledScheduler(SchedulerConnector):
         return request_id in self._saving
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load of this step that has not been seen to end."""
+
+    plan: LoadPlan
+    transfer: Transfer
+    arriving: LayeredSlots | None
+    """What it writes to, where its layers may be used as they arrive."""
+
+
 class BundledWorker(WorkerConnector):
-    """Moves blocks between the engine's HBM and the store."""
+    """Moves blocks between the engine's HBM and the store.
+
+    Blocks are proven whole in DRAM before their first byte goes up. Where the engine's memory is a device's, their layers
+    then go up first to last, and the computation of a layer waits, on the device, for that layer alone; what failed is
+    known when all have. On a CPU a layer that is there is a block that is there, so the first layer waits for all.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._hbm: SlotMedium | None = None
-        self._loads: list[tuple[LoadPlan, Transfer]] = []
+        self._loads: list[_Load] = []
         self._saved: deque[tuple[str, tuple[int, ...]]] = deque()
         self._failed: set[int] = set()
 
@@ -105,21 +121,36 @@ class BundledWorker(WorkerConnector):
 
     def start_load_kv(self, plan: StepPlan) -> None:
         hbm = self._registered()
+        self._end_loads()
         self._failed.clear()
+        after = hbm.fence()  # what the engine has queued may still read the slots that it now has given away
         for load in plan.loads:
             match = self._store.match(load.request_id, load.span, load.start)
-            self._loads.append((load, self._store.load(match, SlotRange(hbm, load.slots))))
+            arriving = hbm.layered()
+            transfer = self._store.load(match, SlotRange(arriving or hbm, load.slots), after)
+            self._loads.append(_Load(load, transfer, arriving))
+            if arriving is not None:
+                transfer.add_done_callback(partial(_note_loaded, arriving))
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Blocks are proven whole, so the first layer waits for all of them and the others find them there."""
+        for load in list(self._loads):
+            if load.arriving is None or not load.arriving.wait_for_layer(layer, START_SECONDS):
+                self._loads.remove(load)
+                self._end_load(load, START_SECONDS if load.arriving is None else 0.0)
+
+    def _end_loads(self) -> None:
         loads, self._loads = self._loads, []
-        for load, transfer in loads:
-            wait([transfer], START_SECONDS)
-            if transfer.cancel():  # nothing has been copied yet; what has begun is a memory copy, and ends
-                self._failed.update(load.slots)
-                continue
-            outcomes = transfer.result()
-            self._failed.update(slot for slot, outcome in zip(load.slots, outcomes, strict=True) if not outcome.done)
+        for load in loads:
+            self._end_load(load)
+
+    def _end_load(self, load: _Load, patience: float = START_SECONDS) -> None:
+        """Wait for a load, or take it back where no thread has begun it in time; note what did not come."""
+        wait([load.transfer], patience)
+        if load.transfer.cancel():  # nothing has been copied yet; what has begun is a memory copy, and ends
+            self._failed.update(load.plan.slots)
+            return
+        outcomes = zip(load.plan.slots, load.transfer.result(), strict=True)
+        self._failed.update(slot for slot, outcome in outcomes if not outcome.done)
 
     def save_kv_layer(self, layer: int) -> None:
         """Nothing: a block is one contiguous copy of all layers, made after the step."""
@@ -143,11 +174,17 @@ class BundledWorker(WorkerConnector):
         return Finished(tuple(self._saved.popleft() for _ in range(len(self._saved))))
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        self._end_loads()
         return frozenset(self._failed)
 
     def _registered(self) -> SlotMedium:
         assert self._hbm is not None, "register_kv_caches comes first"
         return self._hbm
+
+
+def _note_loaded(arriving: LayeredSlots, transfer: Transfer) -> None:
+    del transfer  # whatever came of it
+    arriving.end()
 
 
 class BundledConnector(KVConnector):

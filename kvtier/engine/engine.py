@@ -94,7 +94,7 @@ class Engine:
         """Longest sequence that this engine can ever hold."""
         self.progressed = False
         """Whether the last step computed anything."""
-        self._model, self._kv, self._clock = model, kv, clock
+        self._model, self._hbm, self._kv, self._clock = model, hbm, kv, clock
         self._tally = Tally(metrics)
         self._eos = frozenset(model.config.eos_ids)
         self._origin = identity.digest()
@@ -178,7 +178,7 @@ class Engine:
         planned = time.perf_counter()
         self.times.plan += planned - began
         if not schedule.work:
-            self._exchange.start_saves(plan)
+            self._exchange.start_saves(plan, self._hbm.fence())
             return outputs
         for source, target in schedule.copies:
             self._kv[target].copy_(self._kv[source])
@@ -190,6 +190,7 @@ class Engine:
             before_layer=self._exchange.wait_for_layer if plan.loads else None,
             after_layer=self._exchange.layer_written if self._exchange.active else None,
         )
+        written = self._hbm.fence()
         failed = self._exchange.failed(plan, frozenset(slot for each in work for slot in each.loaded))
         computed = time.perf_counter()
         self.times.forward += computed - planned
@@ -197,7 +198,7 @@ class Engine:
             outputs += self._note(work, schedule, logits, failed)
             plan = self._exchange.plan()
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
-        self._exchange.start_saves(plan)
+        self._exchange.start_saves(plan, written)
         self.times.note += time.perf_counter() - computed
         self.times.steps += 1
         self.times.tokens += sum(each.count for each in work)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.abc.connector import Finished, KVConnector, StepPlan
+from kvtier.abc.store import Fence
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.sequence import Sequence as TokenSequence
 from kvtier.key import Span
@@ -140,9 +141,10 @@ class Exchange:
         broken = self._guarded(lambda c: c.worker.get_block_ids_with_load_errors(), expected)
         return frozenset(slot for slot in expected if slot in broken or slot not in planned)
 
-    def start_saves(self, plan: StepPlan) -> None:
+    def start_saves(self, plan: StepPlan, after: Fence | None = None) -> None:
+        """Start the plan's saves, behind ``after``."""
         if plan.saves:
-            self._guarded(lambda c: c.worker.wait_for_save(plan), None)
+            self._guarded(lambda c: c.worker.wait_for_save(plan, after), None)
 
     def collect(self) -> None:
         """Let go of the slots whose saves have ended. Asked even after a fault, as long as anything is held."""

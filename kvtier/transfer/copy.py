@@ -37,6 +37,8 @@ COPY_BYTES = 1 << 20
 """Memory that a thread copies before it takes the next part: small, so that two threads end together."""
 PART_BYTES = 8 << 20
 """Bytes that one thread copies, encodes or decodes before it goes on to the next part of a batch."""
+DEVICE_BYTES = 16 << 20
+"""Memory of a device that is copied at once while the sums of the part before are made."""
 
 _staging = Staging()
 
@@ -67,23 +69,24 @@ def save_blocks(
 ) -> tuple[list[Outcome], list[bytes]]:
     """Copy ``source`` slots into ``dram`` places; also returns each block's content sum (empty where it failed)."""
     size = source.slot_bytes
+    done = Outcome(Status.DONE, size)
+    seen = not slots or source.view(slots[0]) is not None
 
     def save(part: range) -> list[tuple[Outcome, bytes]]:
         rooms = [_seen(dram, places[index]) for index in part]
-        views = [source.view(slots[index]) for index in part]
-        if any(view is None for view in views):
+        if not seen:  # the sums are of what has come to DRAM
             outcomes = source.read([slots[index] for index in part], [[room[:size]] for room in rooms])
             return [
                 (end, content_sum(room[:size]) if end.done else b"") for end, room in zip(outcomes, rooms, strict=True)
             ]
-        done = Outcome(Status.DONE, size)
+        views = [source.view(slots[index]) for index in part]
         return [
             (done, copy_with_sum(_array(view, size), _array(room, size)))
             for view, room in zip(views, rooms, strict=True)
             if view is not None
         ]
 
-    saved = _dealt(save, _parts(len(slots), size, COPY_BYTES), workers)
+    saved = _dealt(save, _parts(len(slots), size, COPY_BYTES if seen else DEVICE_BYTES), workers)
     return [outcome for outcome, _ in saved], [made for _, made in saved]
 
 
@@ -98,30 +101,29 @@ def load_blocks(
 ) -> list[Outcome]:
     """Copy ``dram`` places into slots of ``into``; a block whose content sum is given is proven on the way."""
     size = into.slot_bytes
-    wrong = Outcome(Status.CORRUPT, size, "content sum does not match")
+    done, wrong = Outcome(Status.DONE, size), Outcome(Status.CORRUPT, size, "content sum does not match")
+    seen = not slots or into.view(slots[0]) is not None
 
     def load(part: range) -> list[Outcome]:
-        sources = [_seen(dram, places[index]) for index in part]
-        views = [into.view(slots[index]) for index in part]
-        if any(view is None for view in views):
-            return load_unseen(part, sources)
         loaded = []
-        for source, view, expected in zip(sources, views, sums[part.start : part.stop], strict=True):
-            assert view is not None
-            proven = _copied(_array(source, size), _array(view, size), expected)
-            loaded.append(Outcome(Status.DONE, size) if proven else wrong)
+        for index in part:
+            source, expected = _seen(dram, places[index]), sums[index]
+            if seen:
+                view = into.view(slots[index])
+                assert view is not None
+                proven = _copied(_array(source, size), _array(view, size), expected)
+            else:
+                proven = expected is None or content_sum(source[:size]) == expected
+            loaded.append(done if proven else wrong)
         return loaded
 
-    def load_unseen(part: range, sources: list[memoryview]) -> list[Outcome]:
-        expected = sums[part.start : part.stop]
-        right = [at for at, one in enumerate(expected) if one is None or content_sum(sources[at][:size]) == one]
-        loaded = [wrong] * len(part)
-        written = into.write([slots[part[at]] for at in right], [[sources[at][:size]] for at in right]) if right else []
-        for at, outcome in zip(right, written, strict=True):
-            loaded[at] = outcome
-        return loaded
-
-    return _dealt(load, _parts(len(slots), size, COPY_BYTES), workers)
+    loaded = _dealt(load, _parts(len(slots), size, COPY_BYTES), workers)
+    right = [] if seen else [index for index, outcome in enumerate(loaded) if outcome.done]
+    if right:  # proven, and now copied in one batch, which a device may take layer by layer
+        sources = [[_seen(dram, places[index])[:size]] for index in right]
+        for index, outcome in zip(right, into.write([slots[index] for index in right], sources), strict=True):
+            loaded[index] = outcome
+    return loaded
 
 
 def write_frames(

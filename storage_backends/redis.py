@@ -29,7 +29,9 @@ from kvtier.key import Address
 from kvtier.quantity import Seconds
 from kvtier.storage_backends.breaker import CircuitBreaker
 from kvtier.storage_backends.iovec import total
+from kvtier.storage_backends.redis_audit import RedisAuditor
 from kvtier.storage_backends.redis_names import (
+    ABOUT,
     ADDRESS_BYTES,
     CLEAR,
     MOST_EPOCHS,
@@ -44,7 +46,6 @@ from kvtier.storage_backends.redis_names import (
 from kvtier.storage_backends.redis_wire import Wire, medium_error, translated
 from kvtier.url import TierUrl
 
-_ABOUT = b"kvt:about:"
 _KINDS = (b"identity", b"scope")
 """Records that live as long as the values that they explain."""
 _NAMES_PER_COMMAND = 512
@@ -118,7 +119,7 @@ class RedisMedium(KeyMedium):
         self._ttl_ms = int(params.ttl * 1000)
         self._timeout = params.timeout
         self._scripts = params.scripts
-        self.auth_key = None if params.auth_key is None else hashlib.blake2b(params.auth_key.encode()).digest()
+        self.auth_key = _sum_key(params.auth_key)
         self._connections = params.connections
         self._wires: queue.LifoQueue[Wire] = queue.LifoQueue()
         for _ in range(params.connections):
@@ -131,7 +132,13 @@ class RedisMedium(KeyMedium):
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> RedisMedium:
         del context
-        return cls(str(location).partition("?")[0], _connection_maker(location, params), params)
+        return cls(_named(location), _connection_maker(location, params), params)
+
+    @classmethod
+    def auditor(cls, location: TierUrl, params: Params) -> RedisAuditor:
+        return RedisAuditor(
+            _named(location), _connection_maker(location, params), params.ttl, _sum_key(params.auth_key)
+        )
 
     def probe(self, names: Sequence[Address]) -> int:
         """Of no names it still brings version and generation up to date."""
@@ -202,7 +209,7 @@ class RedisMedium(KeyMedium):
         if not names:
             return
         prefix = prefix_of(self.generation)
-        records = [("PEXPIRE", _ABOUT + kind, self._ttl_ms) for kind in _KINDS]
+        records = [("PEXPIRE", ABOUT + kind, self._ttl_ms) for kind in _KINDS]
 
         def by_commands(wire: Wire) -> tuple[int, list[Any]]:
             return 0, raised(wire.pipeline([*(("PEXPIRE", prefix + name, self._ttl_ms) for name in names), *records]))
@@ -258,7 +265,7 @@ class RedisMedium(KeyMedium):
         self._tried(lambda wire: wire.call("PING"))
 
     def remember(self, kind: str, digest: bytes, text: str) -> None:
-        table = _ABOUT + kind.encode()
+        table = ABOUT + kind.encode()
         stamped = b"%d %b" % (time.time(), text.encode())
         keep = ("PEXPIRE", table, self._ttl_ms)
         commands = [("HSET", table, digest, stamped), keep, ("HLEN", table)]
@@ -268,7 +275,7 @@ class RedisMedium(KeyMedium):
             self._called(lambda wire: wire.call("HDEL", table, *(name for _, name in oldest)))
 
     def records(self, kind: str) -> dict[bytes, str]:
-        table = self._hash(_ABOUT + kind.encode(), 2 * MOST_RECORDS)
+        table = self._hash(ABOUT + kind.encode(), 2 * MOST_RECORDS)
         return {digest: value.partition(b" ")[2].decode("utf-8", "replace") for digest, value in table.items()}
 
     def epochs(self) -> dict[str, int]:
@@ -396,6 +403,15 @@ def _evaluated(wire: Wire, script: str, prefix: bytes, arguments: list[Any], the
 
 def _scanned(cursor: Any, wire: Wire) -> Any:  # noqa: ANN401 - words of a command and its reply
     return wire.call("SCAN", cursor, "MATCH", PREFIX + b"*", "COUNT", 1000)
+
+
+def _named(location: TierUrl) -> str:
+    """For messages: without parameters, which may be secret."""
+    return str(location).partition("?")[0]
+
+
+def _sum_key(secret: str | None) -> bytes | None:
+    return None if secret is None else hashlib.blake2b(secret.encode()).digest()
 
 
 def _connection_maker(location: TierUrl, params: RedisMedium.Params) -> Callable[[], Any]:

@@ -12,6 +12,8 @@ from kvtier.storage_backends.redis_wire import Wire
 
 PREFIX = b"kvt:1:"
 ADDRESS_BYTES = KEY_BYTES + len(Shard().packed())
+ABOUT = b"kvt:about:"
+"""Before a kind: hash of the readable records of that kind."""
 CLEAR = b"kvt:clear"
 """Hash of the generation, the version, and an epoch per name."""
 MOST_EPOCHS = 1 << 14

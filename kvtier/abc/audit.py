@@ -63,11 +63,13 @@ Progress: TypeAlias = Callable[[int, int], None]
 class Auditor(ABC):
     """Looks through one medium that no server is using, or that is shared anyway. Changes nothing but by ``repair``.
 
-    One thread. Bounded by the medium and by ``most`` places where it was opened with that.
+    For one thread.
     """
 
     where: str
     """The medium, as a person knows it."""
+    most: int = 1_000_000
+    """Names after which the audit of a shared medium ends, with a note."""
     looked_at: int = 0
     """Places that ``look`` has seen."""
     notes: list[str]

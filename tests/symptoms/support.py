@@ -45,12 +45,22 @@ def prompt(
     extras: Mapping[int, Sequence[Extra]] | None = None,
 ) -> Span:
     """The blocks of prompt ``number``, from depth 0."""
+    tokens = [number, *range(1, identity.layout.block_tokens * blocks)]
+    return prompt_span(tokens, scope, identity=identity, extras=extras)
+
+
+def prompt_span(
+    tokens: Sequence[int],
+    scope: Scope | None = None,
+    *,
+    identity: Identity = IDENTITY,
+    extras: Mapping[int, Sequence[Extra]] | None = None,
+) -> Span:
+    """The full blocks of a prompt, from depth 0."""
     scope = scope or Scope()
     root = root_key(identity, scope)
-    size = identity.layout.block_tokens
-    tokens = [number, *range(1, size * blocks)]
-    origin = Origin.of(identity.digest(), scope)
-    return Span(origin, root, 0, tuple(chain_keys(root, tokens, size, extras)))
+    keys = chain_keys(root, tokens, identity.layout.block_tokens, extras)
+    return Span(Origin.of(identity.digest(), scope), root, 0, tuple(keys))
 
 
 def dram(blocks: int, identity: Identity = IDENTITY) -> str:

@@ -1,0 +1,263 @@
+"""Clients that go, tiers that are full, broken, silent or mad: every request ends with the tokens of a run without cache."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.abc.medium import Arrived, Iovec, Outcome, Status
+from kvtier.engine.engine import Engine
+from kvtier.engine.request import Request
+from kvtier.key import Address
+from kvtier.storage_backends.memory import MemoryMedium
+from tests.engine.support import BLOCK, expected, greedy, prompt
+
+from .engine import IDENTITY, Rig, connected
+from .support import Tiers, dram, until
+
+PATIENCE = 0.2
+"""The store's deadline, where a test lets something hang (seconds)."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def alone(requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    return [continuations[0] for continuations in expected(requests).values()]
+
+
+def served(engine: Engine, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    return [each.tokens for each in engine.run(requests)]
+
+
+def renamed(requests: Sequence[Request], round_: int) -> list[Request]:
+    return [replace(each, id=f"{each.id} again {round_}") for each in requests]
+
+
+# -- clients that go
+
+
+@pytest.mark.parametrize("after", range(10))
+def test_a_client_that_goes_takes_nothing_along(after: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Queued, waiting for blocks, filling, decoding, preempted, saving, finished; copies end in any order, also much later."""
+    rng = random.Random(after)
+    shared = MemoryMedium()
+    rig = Rig(shared=shared, blocks=26, tokens=20, sequences=3)
+    requests = [greedy(f"r{number}", prompt(number, 26), tokens=12) for number in range(3)]
+    want = alone(requests)
+    assert rig.serve(requests) == want
+    rig.forget_hbm()
+    rig.bench.empty_dram()
+    rig.ended.clear()
+    victim = greedy("victim", prompt(0, 20) + prompt(8, 14), tokens=12)
+    again = renamed(requests, 1)
+    got: dict[str, tuple[int, ...]] = {each.id: () for each in again}
+    for request in (again[0], victim, *again[1:]):
+        rig.engine.add_request(request)
+    steps = 0
+
+    def some() -> None:
+        for _ in range(rng.randrange(3)):
+            rig.bench.hand.run_one(rng.randrange)
+
+    while rig.engine.open_requests:
+        if steps == after:
+            rig.engine.abort("victim")
+            rig.engine.abort("nobody")
+        for output in rig.engine.step():
+            if output.request_id in got:
+                got[output.request_id] += output.tokens
+        some()
+        assert rig.engine.check_integrity() == []
+        assert rig.store.check_integrity() == []
+        steps += 1
+        assert steps < 2000
+    assert list(got.values()) == want
+    rig.expect_idle()
+    assert "not under way" not in caplog.text, "no copy was reported twice"
+    assert rig.bench.arena.pool.referenced == 0
+
+
+# -- tiers that are full or broken
+
+
+def test_dram_of_four_blocks_under_64_prompts() -> None:
+    requests = [greedy(f"r{number}", prompt(number % 8, 8) + prompt(number, 20)) for number in range(64)]
+    want = alone(requests)
+    with Tiers(dram(4, IDENTITY), identity=IDENTITY) as tiers:
+        engine, _ = connected(tiers.store, 64)
+        assert served(engine, requests) == want
+        assert engine.settle(5.0)
+        assert tiers.count("saves_dropped", "dram", reason="no_room") > 0, "and it says so"
+        engine.reset_prefix_cache()
+        assert served(engine, renamed(requests, 1)) == want
+        assert engine.settle(5.0)
+        assert engine.cache_fault is None
+        assert engine.check_integrity() == []
+        assert engine.pool.referenced == 0
+        tiers.expect_idle()
+
+
+class Mad(MemoryMedium):
+    """Works until it is told ``how`` to fail: from then on every call raises, hangs or answers garbage."""
+
+    how: str = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def fails(self, garbage: Any) -> Any:
+        if self.how == "raises":
+            raise RuntimeError("out of luck")
+        if self.how == "hangs":
+            self.free.wait(30.0)
+            raise TimeoutError("it took too long")
+        return garbage
+
+    def probe(self, names: Sequence[Address]) -> int:
+        return int(self.fails(10**12)) if self.how else super().probe(names)
+
+    def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
+        if not self.how:
+            return super().read(names, into, arrived)
+        for buffers in into:
+            for buffer in buffers:
+                buffer[:] = b"\xc3" * len(buffer)
+        lies = [Outcome(Status.DONE, sum(map(len, buffers))) for buffers in into]
+        if arrived is not None:
+            lies = [arrived(index, outcome) for index, outcome in enumerate(lies)]
+        answer: list[Outcome] = self.fails(lies)
+        return answer
+
+    def write(self, names: Sequence[Address], data: Sequence[Iovec]) -> list[Outcome]:
+        if not self.how:
+            return super().write(names, data)
+        answer: list[Outcome] = self.fails([Outcome(Status.DONE, -1)] * (len(names) + 2))
+        return answer
+
+    def touch(self, names: Sequence[Address]) -> None:
+        self.fails(None)
+
+    def delete(self, names: Sequence[Address]) -> None:
+        self.fails("?")
+
+    def ping(self) -> None:
+        self.fails(None)
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs", "garbage"])
+def test_a_medium_whose_every_call_goes_wrong_costs_only_its_hits(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mad = Mad()
+    monkeypatch.setattr(MemoryMedium, "open", classmethod(lambda *_: mad))
+    monkeypatch.setattr("kvtier.tier.lower.SILENT_SECONDS", PATIENCE)
+    requests = [greedy(f"r{number}", prompt(number, 24)) for number in range(12)]
+    want = alone(requests)
+    with Tiers(dram(64, IDENTITY), "memory://?write=through", identity=IDENTITY, deadline=PATIENCE) as tiers:
+        engine, _ = connected(tiers.store, 64)
+        assert served(engine, requests) == want
+        assert engine.settle(5.0)
+        tiers.only_below()
+        engine.reset_prefix_cache()
+        mad.how = how
+        began = time.monotonic()
+        assert served(engine, renamed(requests, 1)) == want
+        seconds = time.monotonic() - began
+        assert engine.settle(5.0)
+        print(f"{len(requests)} requests took {seconds:.2f} s while every call {how}")
+        assert seconds < 3.0 + 2 * PATIENCE, "one wait, not one per request"
+        if how != "garbage":
+            assert tiers.store.health()["memory"].startswith("degraded: "), tiers.store.health()
+        engine.reset_prefix_cache()
+        assert served(engine, renamed(requests, 2)) == want
+        assert engine.cache_fault is None
+        mad.how = ""
+        mad.free.set()
+        until(lambda: tiers.store.health()["memory"] == "ok", 8.0, "it is used again")
+        assert engine.settle(5.0)
+        tiers.expect_idle()
+        assert engine.check_integrity() == []
+
+
+# -- waits
+
+
+def test_a_load_that_is_never_answered_costs_its_deadline_and_no_more() -> None:
+    """One read goes into a black hole; the same blocks are wanted by a second request, and come after all, too late."""
+    shared = MemoryMedium()
+    rig = Rig(shared=shared)
+    ids = prompt(1, 6 * BLOCK + 1)
+    (want,) = alone([greedy("a", ids)])
+    assert rig.serve([greedy("a", ids)]) == [want]
+    rig.forget_hbm()
+    rig.bench.empty_dram()
+    rig.bench.hand.stall(1)
+    for name in ("first", "second"):
+        rig.engine.add_request(greedy(name, ids))
+    for _ in range(5):
+        assert rig.engine.step() == [], "both wait"
+        rig.bench.turn()
+    rig.bench.clock.advance(2.1)
+    got: dict[str, tuple[int, ...]] = {"first": (), "second": ()}
+    for output in rig.run(rig.bench.turn):
+        got[output.request_id] += output.tokens
+    assert got == {"first": want, "second": want}
+    assert rig.bench.store.stats()["matches"] == 0
+    rig.bench.hand.release()
+    rig.expect_idle()
+    rig.forget_hbm()
+    assert rig.serve([greedy("later", ids)]) == [want]
+    assert rig.loads, "the late answer has been kept, or the blocks were saved again"
+    rig.expect_idle()
+
+
+def test_a_store_that_never_ends_holds_up_nobody_who_wants_its_blocks() -> None:
+    """The copy of the first request is stuck; a second one with the same prompt computes at once, and the copy still lands."""
+    rig = Rig()
+    ids = prompt(1, 6 * BLOCK + 1)
+    (want,) = alone([greedy("a", ids)])
+    rig.bench.hand.stall(0)
+    assert rig.serve([greedy("a", ids)], between=lambda: None) == [want]
+    saving = rig.store.stats()["saving"]
+    assert saving == (len(ids) + len(want) - 1) // BLOCK
+    rig.engine.reset_prefix_cache()
+    assert rig.serve([greedy("b", ids)], between=lambda: None) == [want]
+    assert rig.store.stats()["saving"] == saving, "nothing is saved twice"
+    rig.bench.hand.release()
+    rig.expect_idle()
+    rig.forget_hbm()
+    assert rig.serve([greedy("c", ids)]) == [want]
+    assert rig.loads
+    rig.expect_idle()
+
+
+def test_silence_below_is_bounded_in_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real threads and a real clock: the request is there within its deadline and what computing takes."""
+    mad = Mad()
+    monkeypatch.setattr(MemoryMedium, "open", classmethod(lambda *_: mad))
+    request = greedy("a", prompt(1, 40))
+    want = alone([request])
+    with Tiers(dram(64, IDENTITY), "memory://?write=through", identity=IDENTITY, deadline=PATIENCE) as tiers:
+        engine, _ = connected(tiers.store, 64)
+        assert served(engine, [request]) == want
+        assert engine.settle(5.0)
+        tiers.only_below()
+        engine.reset_prefix_cache()
+        mad.how = "hangs"
+        began = time.monotonic()
+        assert served(engine, renamed([request], 1)) == want
+        assert PATIENCE * 0.9 < time.monotonic() - began < PATIENCE + 2.0
+        mad.how = ""
+        mad.free.set()

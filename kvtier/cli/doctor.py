@@ -1,0 +1,173 @@
+"""``kvtier doctor``: does what the tiers' indexes say agree with what is there, and can it be mended."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from urllib.parse import urlsplit
+
+from kvtier.abc.audit import Progress
+from kvtier.cli.main import FAULT
+from kvtier.config import add_arguments as add_settings
+from kvtier.config import resolve
+from kvtier.errors import ConfigError
+from kvtier.registry import plan_tier
+from kvtier.store.audit import Audited, audit_tier
+
+CLEAN, FOUND = 0, 1
+SHOWN_EVERY = 0.1
+"""Seconds between two looks at the progress bar."""
+ANSWER_SECONDS = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit code 0: clean. 1: something was found, and with --fix repaired where that is ours to do. 2: could not run. "
+        "NVMe directories are opened exclusively; where a server has one, --url or --uds asks that server. Files that are "
+        "not kvtier's are moved beside the directory, never deleted; foreign names on a Redis are only reported."
+    )
+    parser.add_argument("--fix", action="store_true", help="repair: free or adopt slots, delete bad rows and values")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--most", type=int, default=1_000_000, metavar="N", help="names of a Redis to look at (default: %(default)s)"
+    )
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--url", dest="server_url", metavar="URL", help="ask a running server on this host instead")
+    server.add_argument("--uds", dest="server_uds", metavar="PATH", help="the same, over the server's Unix socket")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.server_url is not None or args.server_uds is not None:
+        if args.fix:
+            raise ConfigError("--fix mends tiers at rest: stop the server and leave --url and --uds out")
+        return _asked(args)
+    plans = [plan_tier(url) for url in resolve(vars(args)).settings.tiers]
+    audits = []
+    for plan in plans:
+        with _shown_progress(str(plan.url).partition("?")[0]) as progress:
+            audits.append(audit_tier(plan, progress, fix=args.fix, most=args.most))
+    lasting = [audited for audited in audits if audited is not None]
+    if not lasting:
+        raise ConfigError(
+            "no tier that outlives its process is configured; name one with --tier nvme:///... or redis://..."
+        )
+    if args.json:
+        print(json.dumps({"tiers": [_plain(audited) for audited in lasting]}, indent=2))
+    else:
+        for audited in lasting:
+            _tell(audited, fix=args.fix)
+    if any(audited.error is not None for audited in lasting):
+        return FAULT
+    return FOUND if any(audited.found for audited in lasting) else CLEAN
+
+
+def _plain(audited: Audited) -> dict[str, object]:
+    return {
+        "tier": audited.tier,
+        "looked_at": audited.looked_at,
+        "error": audited.error,
+        "notes": audited.notes,
+        "findings": [
+            {
+                "kind": each.finding.kind.value,
+                "place": each.finding.place,
+                "detail": each.finding.detail,
+                "repaired": each.repaired,
+                "why_not": each.why_not,
+            }
+            for each in audited.found
+        ],
+    }
+
+
+def _tell(audited: Audited, *, fix: bool) -> None:
+    count = len(audited.found)
+    print(f"{audited.tier}: {audited.looked_at:,} places looked at, {count or 'no'} fault{'s' * (count != 1)}")
+    for each in audited.found:
+        print(f"  {each.finding}")
+        if fix:
+            print(f"    repaired: {each.repaired}" if each.repaired else f"    left as it is: {each.why_not}")
+    for note in audited.notes:
+        print(f"  {note}")
+    if audited.error is not None:
+        print(f"kvtier: error: {audited.error}", file=sys.stderr)
+
+
+@contextmanager
+def _shown_progress(what: str) -> Iterator[Progress]:
+    """A bar on stderr where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _of: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, due = bar.add_task(what, total=None), 0.0
+
+        def show(done: int, of: int) -> None:
+            nonlocal due
+            if time.monotonic() >= due or done == of:
+                bar.update(task, completed=done, total=max(done, of))
+                due = time.monotonic() + SHOWN_EVERY
+
+        yield show
+
+
+def _asked(args: argparse.Namespace) -> int:
+    """What a running server says of its own memory."""
+    where = args.server_uds or args.server_url
+    try:
+        with closing(_connection(args)) as connection:
+            connection.request("POST", "/admin/audit", body=b"{}", headers={"content-type": "application/json"})
+            answer = connection.getresponse()
+            body = answer.read(1 << 20)
+    except (OSError, http.client.HTTPException) as failed:
+        raise ConfigError(f"{where}: no answer ({failed or type(failed).__name__})") from failed
+    try:
+        found = json.loads(body)["findings"] if answer.status == http.client.OK else None
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, list):
+        raise ConfigError(
+            f"{where}: answered {answer.status} and no audit; only a kvtier server does, asked over loopback or its Unix socket"
+        )
+    if args.json:
+        print(json.dumps({"server": where, "findings": found}, indent=2))
+    else:
+        print(f"{where}: {len(found) or 'no'} fault{'s' * (len(found) != 1)} in memory")
+        for each in found:
+            print(f"  {each}")
+    return FOUND if found else CLEAN
+
+
+def _connection(args: argparse.Namespace) -> http.client.HTTPConnection:
+    if args.server_uds is not None:
+        return _UnixConnection(args.server_uds)
+    url = urlsplit(args.server_url if "://" in args.server_url else f"http://{args.server_url}")
+    if url.scheme != "http" or not url.hostname:
+        raise ConfigError(f"{args.server_url}: give the server's address, such as http://127.0.0.1:8000")
+    try:
+        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=ANSWER_SECONDS)
+    except ValueError as wrong:
+        raise ConfigError(f"{args.server_url}: {wrong}") from wrong
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)

@@ -276,7 +276,7 @@ class BlockPool:
             found.append("a free slot is referenced, or a count is negative")
         for entry, slot in self._slot_of.items():
             if self._entry[slot] != entry:
-                found.append(f"entry {entry[:4].hex()} names slot {slot}, which holds another")
+                found.append(f"double slot: entry {entry[:4].hex()} names slot {slot}, which holds another")
             child = self._child[slot]
             while child != NONE:
                 if self._parent[child] != slot or self._state[child] != READY:

@@ -59,6 +59,10 @@ class Assembly:
         """Health by tier."""
         return {"hbm": "ok", **(self.store.health() if self.store is not None else {})}
 
+    def audit(self) -> list[str]:
+        """Faults of what the store holds in memory, in words. From any thread."""
+        return self.store.check_integrity() if self.store is not None else []
+
     def render_metrics(self) -> bytes:
         """The Prometheus text, with gauges as of now."""
         if self.store is not None:

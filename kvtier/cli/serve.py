@@ -147,6 +147,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
         assembly.engine.identity.model,
         assembly.engine.config.exact,
         tiers=assembly.tiers,
+        audit=assembly.audit,
         metrics=assembly.render_metrics,
         shutdown_seconds=0,  # the grace is over when the application is told to end
     )

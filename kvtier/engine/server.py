@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -38,6 +39,8 @@ class Served:
     """Whether hits are bit-equal to cold runs here, as the self-test found."""
     tiers: Callable[[], Mapping[str, str]] = dict
     """Tier name to ``ok`` or ``degraded: <why>``, as of now."""
+    audit: Callable[[], Sequence[str]] = tuple
+    """Faults of what is held in memory, in words, as of now."""
     metrics: Callable[[], bytes] = bytes
     """The Prometheus text, as of now."""
     shutdown_seconds: float = 10.0
@@ -64,6 +67,7 @@ def make_app(engine: AsyncEngine, served: Served) -> Starlette:
             Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.metrics),
+            Route("/admin/audit", server.audit, methods=["POST"]),
         ],
         exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _internal_error},
         lifespan=lifespan,
@@ -111,6 +115,11 @@ class _Server:
 
     async def metrics(self, http: HttpRequest) -> Response:
         return Response(self._served.metrics(), media_type="text/plain; version=0.0.4")
+
+    async def audit(self, http: HttpRequest) -> Response:
+        _check_local(http)
+        await _read(http)
+        return JSONResponse({"findings": list(await asyncio.to_thread(self._served.audit))})
 
     def _card(self) -> dict[str, object]:
         length = self._engine.engine.max_length
@@ -162,6 +171,17 @@ class _Server:
 
 
 _NO_STORE = {"cache-control": "no-store"}
+
+
+def _check_local(http: HttpRequest) -> None:
+    """What only a person on this machine may ask: over loopback or a Unix socket, which has no address."""
+    host = http.client.host if http.client is not None else ""
+    try:
+        local = not host or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise HTTPException(404, "Not Found")
 
 
 async def _read(http: HttpRequest) -> bytes:

@@ -27,6 +27,7 @@ from kvtier.key import Address, Span
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
 from kvtier.store.arena import Arena
+from kvtier.store.audit import lease_faults
 from kvtier.store.demotion import Demoter
 from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, LoadTiming
@@ -453,15 +454,9 @@ class TieredStore(Store):
             for slots in held:
                 for slot in slots:
                     expected[slot] += 1
-            for number, count in enumerate(expected):
-                references = self._arena.pool.references(Slot(number))
-                if references < count:
-                    found.append(f"dram slot {number} has {references} references, {count} are held")
-            idle = self._workers.idle and all(tier.workers.idle for tier in self._tiers) and not self._loading
-            if idle and not self._saving and self._arena.pool.referenced != sum(map(bool, expected)):
-                found.append(
-                    f"{self._arena.pool.referenced} dram slots are referenced, {sum(map(bool, expected))} are held"
-                )
+            idle = self._workers.idle and all(tier.workers.idle for tier in self._tiers)
+            settled = idle and not self._loading and not self._saving
+            found += lease_faults(DRAM, self._arena.pool, expected, settled=settled)
             if self._promoter.reserved != sum(match.reserved for match in self._promoter.matches.values()):
                 found.append("slots reserved for matches do not add up")
             return found

@@ -94,10 +94,12 @@ class SlotTier(LowerTier):
         return ()  # recency is written down now and then, for all
 
     def check(self) -> list[str]:
-        found = self.pool.check()
+        found = self.pool.check() + self._slots.check()
         kept = len(self._leaving) + len(self._quarantined)
         if self.workers.idle and self.pool.retiring != kept:
             found.append(f"{self.pool.retiring} slots are retiring, {kept} have a reason to")
+        if self.workers.idle and self.pool.referenced != kept:
+            found.append(f"leaked lease: {self.pool.referenced} slots are referenced, {kept} have a reason to be")
         return found
 
     def empty(self) -> int:

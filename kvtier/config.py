@@ -36,6 +36,7 @@ __all__ = [
     "LogLevel",
     "ServerSettings",
     "Settings",
+    "StoreCodec",
     "StoreSettings",
     "TierOptions",
     "TierUrl",
@@ -96,6 +97,14 @@ class KvDtype(enum.Enum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+
+
+class StoreCodec(enum.Enum):
+    """How every tier below HBM keeps blocks."""
+
+    RAW = "raw"
+    FP8 = "fp8"
+    INT8 = "int8"
 
 
 class LogLevel(enum.Enum):
@@ -201,6 +210,9 @@ class StoreSettings:
 
     deadline: Seconds = _setting(Seconds(2.0), "longest wait of a request for blocks on their way from a lower tier")
     transfer_threads: int = _setting(4, "threads that move blocks between tiers", at_least=1)
+    codec: StoreCodec = _setting(
+        StoreCodec.RAW, "how blocks are kept below HBM; fp8 and int8 halve them and are lossy: hits are then not exact"
+    )
     drain: Seconds = _setting(Seconds(20.0), "longest wait at shutdown for blocks that a lower tier still lacks")
 
 

@@ -9,6 +9,7 @@ KvtierError
 |   |-- MediumUnavailable  it does not answer (degraded; it may come back)
 |   |-- MediumRefused      it answers and refuses (wrong password, plain text to a TLS port, out of memory)
 |   `-- MediumFull         it has no room left
+|-- NotEncodable           a block that a lossy codec cannot keep: it is not saved
 `-- CorruptFrame           bytes that are not what their header, their key or their sum says
 """
 
@@ -47,6 +48,10 @@ class MediumRefused(MediumError):
 
 class MediumFull(MediumError):
     """The medium has no room left for what was to be written."""
+
+
+class NotEncodable(KvtierError):
+    """A block has values that the store's lossy codec cannot keep (not finite, or beyond all measure)."""
 
 
 class CorruptFrame(KvtierError):

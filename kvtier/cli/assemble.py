@@ -14,7 +14,8 @@ except ImportError as error:
     raise ConfigError("the engine needs torch and more; run: pip install 'kvtier[engine]'") from error
 
 from kvtier.abc.connector import KVConnector
-from kvtier.config import EngineSettings, Settings
+from kvtier.codec.catalogue import keeping
+from kvtier.config import EngineSettings, Settings, StoreCodec
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.exactness import settle
@@ -114,7 +115,7 @@ def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:
         return connector
 
     try:
-        engine = open_engine(settings.engine, connect, metrics)
+        engine = open_engine(settings.engine, connect, metrics, codec=settings.store.codec)
     except BaseException:
         for store in opened:
             store.close()
@@ -127,10 +128,12 @@ def open_engine(
     connect: Connect | None = None,
     metrics: Metrics | None = None,
     checkpoint: Checkpoint | None = None,
+    *,
+    codec: StoreCodec = StoreCodec.RAW,
 ) -> Engine:
     """Load the model and put an engine on it. Raises ``ConfigError`` saying what to change.
 
-    ``checkpoint`` is given where it has been opened already; else ``settings.model`` names it.
+    ``checkpoint`` is given where it has been opened already; else ``settings.model`` names it. ``codec`` is the store's.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -145,11 +148,15 @@ def open_engine(
             seed=settings.seed,
         )
     hbm = allocate_hbm(checkpoint, settings)
-    identity = checkpoint.identity(settings.block_tokens, settings.kv_dtype.value)
+    identity = keeping(checkpoint.identity(settings.block_tokens, settings.kv_dtype.value), codec.value)
     model = LlamaModel(checkpoint.config, checkpoint.tensors())
     exact = settle(model, identity.kv_dtype, settings.block_tokens)
     if not exact:
         log.warning("on this machine a prefix hit may differ from a cold run in the last bits of its logits")
+    if codec is not StoreCodec.RAW:
+        log.warning(
+            "blocks below HBM are kept by a lossy codec (%s): what they give is near to a cold run", codec.value
+        )
     return Engine(
         model,
         tokenizer_of(checkpoint),
@@ -162,7 +169,7 @@ def open_engine(
             max_length=settings.max_model_len or checkpoint.config.max_positions,
             prefix_cache=settings.prefix_cache,
             seed=settings.seed,
-            exact=exact,
+            exact=exact and codec is StoreCodec.RAW,
         ),
         connect(identity, hbm) if connect is not None else None,
         metrics.engine if metrics is not None else None,

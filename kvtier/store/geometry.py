@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.codec.frame import Asked
+from kvtier.codec.lossy import LossyCodec
 from kvtier.key import Address, Shard, Span
 
 
@@ -17,7 +18,10 @@ class Geometry:
     layout: bytes
     """Fingerprint of the shard's layout."""
     block_bytes: int
+    """Of a block as it is kept: encoded, where the store has a lossy codec."""
     block_tokens: int
+    codec: LossyCodec | None = None
+    """What blocks are encoded with at save and decoded with at load; None: they are kept as they are."""
 
     def addresses(self, span: Span) -> list[Address]:
         suffix = self.shard.packed()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
 from kvtier.abc.policy import EvictionPolicy
-from kvtier.codec.catalogue import codec_named
+from kvtier.codec.catalogue import codec_named, keeping, lossy_codec
 from kvtier.config import StoreSettings, WriteMode
 from kvtier.cost import Gate, OpenGate
 from kvtier.errors import ConfigError, MediumUnavailable
@@ -55,7 +55,13 @@ def open_store(
     plans = [plan_tier(url) for url in tiers]
     _check(plans)
     layout = identity.layout.shard(shard.tp_size, shard.group)
-    geometry = Geometry(shard, layout.fingerprint(), layout.block_bytes, layout.block_tokens)
+    codec = lossy_codec(settings.codec.value, layout, identity.engine_format)
+    if identity != keeping(identity, settings.codec.value):
+        raise ConfigError(
+            f"codec: the store's is {settings.codec.value}, and the identity says {identity.codec or 'raw'}"
+        )
+    block_bytes = layout.block_bytes if codec is None else codec.encoded_bytes(layout.block_bytes)
+    geometry = Geometry(shard, layout.fingerprint(), block_bytes, layout.block_tokens, codec)
     context = MediumContext(slot_bytes=geometry.block_bytes)
     opened: list[Medium] = []
     workers: list[Workers] = []
@@ -104,11 +110,10 @@ def _check(plans: Sequence[TierPlan]) -> None:
     if plans[0].options.write is not WriteMode.THROUGH:
         raise ConfigError(f"{plans[0].url}: write: dram is offered every block, so only through is possible")
     for plan in plans:
-        codec = codec_named(plan.options.codec)
-        if codec.lossy:
-            raise ConfigError(
-                f"{plan.url}: codec: {codec.name} is lossy and belongs to the whole store, not to one tier"
-            )
+        try:
+            codec_named(plan.options.codec)
+        except ConfigError as wrong:
+            raise ConfigError(f"{plan.url}: codec: {wrong}") from None
         if plan.options.policy not in _POLICIES:
             known = ", ".join(_POLICIES)
             raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: {known}")

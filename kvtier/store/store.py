@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from itertools import takewhile
 
-from kvtier.abc.medium import Outcome, Status
+from kvtier.abc.medium import Outcome, SlotMedium, Status
 from kvtier.abc.store import BlockFound, Fence, Match, Reason, SlotRange, Store, Transfer
 from kvtier.codec.frame import FrameHeader
 from kvtier.config import Verify
@@ -35,6 +35,7 @@ from kvtier.store.match import TieredMatch, missed
 from kvtier.store.promotion import DRAM, Promoter
 from kvtier.tier.lower import LowerTier
 from kvtier.transfer.copy import load_blocks, save_blocks
+from kvtier.transfer.encoded import EncodedSlots
 from kvtier.transfer.workers import Urgency, Workers
 
 _log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class TieredStore(Store):
                 if after is not None:
                     after.wait()
                 outcomes = load_blocks(
-                    self._arena.medium, slots, sums, into.medium, into.slots[:count], workers=self._copier
+                    self._arena.medium, slots, sums, self._seen(into.medium), into.slots[:count], workers=self._copier
                 )
             except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
                 outcomes = _failed(count, _said("load", failed))
@@ -192,6 +193,11 @@ class TieredStore(Store):
         if not self._workers.submit(Urgency.LOAD, load, closed):
             closed()
         return future
+
+    def _seen(self, engine: SlotMedium) -> SlotMedium:
+        """An engine's memory as blocks are kept."""
+        codec = self.geometry.codec
+        return engine if codec is None else EncodedSlots(engine, codec, self._copier)
 
     def _held_slots(self, match: TieredMatch, most: int) -> list[Slot]:
         """DRAM slots of the match's first hits, up to one that was dropped or did not prove since."""
@@ -276,7 +282,9 @@ class TieredStore(Store):
         try:
             if after is not None:
                 after.wait()
-            saved, sums = save_blocks(source.medium, source.slots, self._arena.medium, slots, workers=self._copier)
+            saved, sums = save_blocks(
+                self._seen(source.medium), source.slots, self._arena.medium, slots, workers=self._copier
+            )
         except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
             return _failed(len(slots), _said("save", failed)), []
         done = sum(outcome.done for outcome in saved)

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtier.abc.medium import KeyMedium
 from kvtier.abc.store import Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
 from kvtier.config import TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
-from kvtier.key import Span
+from kvtier.key import Identity, Span
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.dram import DramMedium
-from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
+from kvtier.store.records import identity_text
 from kvtier.store.store import TieredStore
 from kvtier.testing.blocks import GEOMETRY, IDENTITY, EngineMemory, chain, content, filled, span
 from kvtier.testing.faults import Fault, wrapped
@@ -31,9 +32,6 @@ from kvtier.tier.slot import SlotTier
 from kvtier.transfer.workers import Workers
 
 __all__ = ["GEOMETRY", "IDENTITY", "Bench", "EngineMemory", "chain", "content", "make_bench", "span"]
-
-SMALL_NVME = 3300 << 10
-"""Bytes of an NVMe folder that holds fewer blocks than the random walks save."""
 
 
 @dataclass
@@ -110,7 +108,7 @@ def make_bench(
     *,
     nvme: Path | None = None,
     nvme_write: WriteMode = WriteMode.THROUGH,
-    shared: MemoryMedium | None = None,
+    shared: KeyMedium | None = None,
     shared_write: WriteMode = WriteMode.THROUGH,
     codec: str = "raw",
     verify: Verify = Verify.ALWAYS,
@@ -118,6 +116,7 @@ def make_bench(
     nvme_capacity: int = 4 << 20,
     nvme_fault: Fault | None = None,
     geometry: Geometry = GEOMETRY,
+    identity: Identity = IDENTITY,
 ) -> Bench:
     """A store whose transfers are turned by hand, with a clock that stands still until it is moved."""
     lock = threading.Lock()
@@ -155,5 +154,8 @@ def make_bench(
         verify=verify,
         clock=clock,
         keeper=False,
+        identity=identity,
     )
+    for tier in tiers:
+        tier.greet(identity.digest(), identity_text(identity))
     return Bench(store, arena, tiers, hand, metrics, clock)

@@ -14,6 +14,7 @@ except ImportError as error:
     raise ConfigError("the engine needs torch and more; run: pip install 'kvtier[engine]'") from error
 
 from kvtier.abc.connector import KVConnector
+from kvtier.abc.medium import Medium
 from kvtier.codec.catalogue import keeping
 from kvtier.config import EngineSettings, Settings, StoreCodec
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
@@ -95,10 +96,12 @@ class Assembly:
             log.debug("integrity: every block is accounted for")
 
 
-def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:
+def assemble(
+    settings: Settings, *, require_all: bool = False, around: Callable[[str, Medium], Medium] | None = None
+) -> Assembly:
     """Engine, store and connector as ``settings`` have them. Raises ``ConfigError`` saying what to change.
 
-    ``require_all``: a tier that does not answer is an error, not a degraded tier.
+    ``require_all``: a tier that does not answer is an error, not a degraded tier. ``around``: as in `open_store`.
     """
     metrics = Metrics()
     opened: list[TieredStore] = []
@@ -106,7 +109,9 @@ def assemble(settings: Settings, *, require_all: bool = False) -> Assembly:
     def connect(identity: Identity, hbm: Hbm) -> KVConnector | None:
         if not settings.tiers:
             return None
-        opened.append(open_store(settings.tiers, identity, settings.store, metrics, require_all=require_all))
+        opened.append(
+            open_store(settings.tiers, identity, settings.store, metrics, require_all=require_all, around=around)
+        )
         block_tokens = identity.layout.block_tokens
         bundled = connector_class("bundled")
         connector: KVConnector = bundled(

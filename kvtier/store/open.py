@@ -45,8 +45,11 @@ def open_store(
     shard: Shard = Shard(),  # noqa: B008 - frozen
     gate: Gate | None = None,
     require_all: bool = False,
+    around: Callable[[str, Medium], Medium] | None = None,
 ) -> TieredStore:
     """Open every tier and the store over them, fastest first; the first is ``dram://``.
+
+    ``around`` may put something around each medium, given the name of its tier: a fault, for trials.
 
     Raises ``ConfigError`` for whatever is wrong in a URL, for a medium that answers and refuses, and for one that does not
     answer where ``require_all`` is set; otherwise that tier starts degraded and is used as soon as it answers. What was
@@ -69,11 +72,15 @@ def open_store(
     try:
         dram = plans[0].open(context)
         opened.append(dram)
+        if around is not None:
+            dram = around(DRAM, dram)
         assert isinstance(dram, SlotMedium), "dram:// is slot-addressed"
         lower: list[LowerTier] = []
         for plan, name in zip(plans[1:], _names(plans[1:]), strict=True):
             medium = plan.open(context)
             opened.append(medium)
+            if around is not None:
+                medium = around(name, medium)
             workers.append(Workers(name, settings.transfer_threads))
             tier = _lower_tier(name, plan, medium, workers[-1], metrics, lock)
             lower.append(tier)

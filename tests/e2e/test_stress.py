@@ -1,0 +1,56 @@
+"""`kvtier stress` as a user runs it, and that its verdict can be the other one."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.stress import FAULTS, Run, chosen, make_plan
+from kvtier.errors import ConfigError
+
+from .support import environment, valkey
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_everything_may_fail_and_every_answer_is_right(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 31)
+    print(f"seed {seed}")
+    verdict = tmp_path / "verdict.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", "stress", "--minutes=0.3", f"--seed={seed}", f"--json={verdict}"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("PASSED")
+    told = json.loads(verdict.read_text())
+    assert told["passed"] and told["answers"] > 0 and sum(told["faults"].values()) > 0
+    assert sum(told["hits"].values()) > 0, "the tiers were used"
+
+
+def test_one_wrong_answer_is_a_failure(tmp_path: Path) -> None:
+    with valkey(tmp_path) as server:
+        plan = make_plan(tmp_path, server.url, 7, aborts=False)
+        raw = json.loads((tmp_path / "plan.json").read_text())
+        raw["expected"][0][-1] = (plan.expected[0][-1] + 1) % 320
+        (tmp_path / "plan.json").write_text(json.dumps(raw))
+        verdict = Run(tmp_path, server, [], 7, lambda text: None).go(0.1)
+    assert not verdict.passed
+    assert any(text.startswith("prompt 0 ") for text in verdict.wrong), verdict
+
+
+def test_faults_are_chosen_by_name() -> None:
+    assert chosen("all") == list(FAULTS)
+    assert chosen("none") == []
+    assert chosen("kill, flip-file") == ["kill", "flip-file"]
+    with pytest.raises(ConfigError, match="kill-redis"):
+        chosen("kil-redis")

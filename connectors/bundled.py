@@ -19,8 +19,8 @@ from kvtier.abc.connector import (
     WorkerConnector,
 )
 from kvtier.abc.medium import LayeredSlots, SlotMedium
-from kvtier.abc.store import Fence, Match, SlotRange, Store, Transfer
-from kvtier.key import Span
+from kvtier.abc.store import Fence, Match, Reason, SlotRange, Store, Transfer
+from kvtier.key import Adapter, Span
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class BundledScheduler(SchedulerConnector):
         if match.pending:
             return None
         return match.hits * self._block_tokens
+
+    def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
+        return self._store.epoch(tenant, adapter)
 
     def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
         match = self._matches.pop(request_id, None)
@@ -82,6 +85,9 @@ class BundledScheduler(SchedulerConnector):
                 self._saving[request_id] = left
             else:
                 del self._saving[request_id]
+
+    def drop(self, span: Span, reason: Reason) -> None:
+        self._store.drop(span, reason)
 
     def request_finished(self, request_id: str) -> bool:
         match = self._matches.pop(request_id, None)

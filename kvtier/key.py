@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import msgpack
 import numpy as np
@@ -243,6 +243,18 @@ def address(key: BlockKey, shard: Shard) -> Address:
     return Address(key + shard.packed())
 
 
+class Lot(NamedTuple):
+    """What a clear takes or leaves as one: blocks of one identity, tenant, adapter and epoch, whatever their salts."""
+
+    identity: bytes
+    """Digest of the identity."""
+    tenant: bytes
+    """Tenant id."""
+    adapter: bytes
+    """Adapter id."""
+    epoch: int
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a block comes from, as its frame records it."""
@@ -262,6 +274,10 @@ class Origin:
     def of(cls, identity: bytes, scope: Scope) -> Origin:
         """What blocks of ``scope`` say of themselves; ``identity`` is the identity's digest."""
         return cls(identity, scope.digest(), scope.tenant_id, scope.adapter_id, scope.epoch)
+
+    @property
+    def lot(self) -> Lot:
+        return Lot(self.identity, self.tenant, self.adapter, self.epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.abc.medium import SlotMedium
-from kvtier.abc.store import Fence
-from kvtier.key import Span
+from kvtier.abc.store import Fence, Reason
+from kvtier.key import Adapter, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,14 @@ class SchedulerConnector(ABC):
         never blocks.
         """
 
+    def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
+        """The clear epoch that keys of a new request are to be made with: so what was cleared is no hit in HBM either.
+
+        ``tenant`` is the tenant's id. Called from any thread; does not wait. 0 where the store below cannot be cleared.
+        """
+        del tenant, adapter
+        return 0
+
     @abstractmethod
     def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
         """The engine took ``slots`` for ``num_tokens`` of the matched tokens (0: it declined; the match is given up)."""
@@ -80,6 +88,10 @@ class SchedulerConnector(ABC):
     @abstractmethod
     def update_connector_output(self, finished: Finished) -> None:
         """What the worker half said of ended saves, passed on by the engine."""
+
+    @abstractmethod
+    def drop(self, span: Span, reason: Reason) -> None:
+        """The engine has found these blocks to be wrong: they are forgotten everywhere, and miss for ``reason``."""
 
     @abstractmethod
     def request_finished(self, request_id: str) -> bool:

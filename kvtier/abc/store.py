@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvtier.abc.medium import Outcome, SlotMedium
-from kvtier.key import Span
+from kvtier.key import Adapter, Span
 
 Transfer: TypeAlias = "Future[list[Outcome]]"
 """One asynchronous batch copy; its result has an outcome per block, in order, and never raises for the cache's own faults."""
@@ -40,6 +40,7 @@ class Reason(enum.Enum):
     NO_LOAD = "the request asked not to load"
     NO_ROOM = "no room to promote it"
     BELOW = "in a lower tier"
+    RECOMPUTED_DIFFERENTLY = "a recomputed block differed"
     BEHIND_A_MISS = "an earlier block of its chain is missing"
 
 
@@ -107,6 +108,45 @@ class SlotRange:
     slots: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The scopes that a clear is about; None: any."""
+
+    model: str | None = None
+    tenant: bytes | None = None
+    """Tenant id, 16 bytes; zeros are the requests that have no tenant."""
+    adapter: str | None = None
+    """Adapter name, whatever its content."""
+
+    def __post_init__(self) -> None:
+        if self.tenant is not None and len(self.tenant) != 16:
+            raise ValueError(f"a tenant id has 16 bytes, got {len(self.tenant)}")
+        if len(self.model or "") + len(self.adapter or "") > 512:
+            raise ValueError("names of model and adapter have at most 512 characters together")
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedTier:
+    """What a clear left behind in one tier."""
+
+    blocks: int | None
+    """Blocks that are out of reach and not reclaimed yet; None where only a scan could tell."""
+    nbytes: int | None
+    trouble: str | None = None
+    """Why the tier could not be told; it is told as soon as it can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What a clear did."""
+
+    epoch: int | None
+    """The epoch that the selected scopes have from now on; None where one tier was emptied."""
+    scopes: tuple[Mapping[str, object], ...]
+    """The records of the scopes that are known and were selected."""
+    tiers: Mapping[str, ClearedTier]
+
+
 class Store(ABC):
     """Tiers that keep blocks and give them back. Thread-safe; no verb waits for I/O, and none raises for the cache's faults."""
 
@@ -142,6 +182,19 @@ class Store(ABC):
         """Forget the span's blocks everywhere; from now on they miss for ``reason``."""
 
     @abstractmethod
+    def epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
+        """The clear epoch that keys of a new request are to be made with; ``tenant`` is the tenant's id. Does not wait."""
+
+    @abstractmethod
+    def clear(self, what: Selection, tier: str | None = None) -> Cleared:
+        """Put blocks out of reach at once; their bytes are reclaimed behind.
+
+        Of every tier those of the selected scopes, by a new epoch: what is asked or saved under an older one misses, and is
+        not kept, for ``CLEARED``. With ``tier`` every block of that tier alone. Waits for the tiers to be told. Raises
+        ``RequestError`` for a tier that there is not.
+        """
+
+    @abstractmethod
     def forget(self, request_id: str) -> None:
         """The request has ended: its match, if any is live, is released. Idempotent."""
 
@@ -156,6 +209,10 @@ class Store(ABC):
     @abstractmethod
     def health(self) -> dict[str, str]:
         """Tier name to ``ok`` or ``degraded: <why>``."""
+
+    def notes(self) -> Sequence[str]:
+        """What is worth knowing although nothing is wrong."""
+        return ()
 
     @abstractmethod
     def check_integrity(self) -> list[str]:

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,7 @@ from kvtier.engine.attention import Chunk
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import ASK_SECONDS, Exchange
 from kvtier.engine.model import LlamaModel, StepBatch
+from kvtier.engine.recheck import Rechecker
 from kvtier.engine.request import Completion, FinishReason, Output, Request, RequestStats
 from kvtier.engine.sampler import Logprob, logprobs, sample
 from kvtier.engine.scheduler import Limits, Schedule, Scheduler, Work
@@ -34,7 +35,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import RequestError
 from kvtier.key import Identity, Origin, Scope, root_key
 from kvtier.metrics import EngineMetrics
-from kvtier.pool import BlockPool
+from kvtier.pool import BlockPool, Slot
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class EngineConfig:
     """How long a connector may answer "ask later" for one request."""
     exact: bool = False
     """Whether hits are bit-equal to cold runs on this machine, as the self-test has found."""
+    recompute_sample: float = 0.0
+    """Share of loads of which one block is computed again and compared; above 0 that takes a slot for itself."""
     stall_seconds: float = 60.0
     """A sequence that could get no slot for so long, because saves hold them and do not end, is given up."""
 
@@ -90,17 +93,19 @@ class Engine:
         self.pool = pool
         self.lock = threading.RLock()
         self.times = StepTimes()
-        self.max_length = min(config.max_length, model.config.max_positions, pool.capacity * block_tokens)
+        self._tally = Tally(metrics)
+        self._rechecker = _rechecker(config, model, kv, pool, self._tally, clock)
+        slots = pool.capacity - len(self._own_slots())
+        self.max_length = min(config.max_length, model.config.max_positions, slots * block_tokens)
         """Longest sequence that this engine can ever hold."""
         self.progressed = False
         """Whether the last step computed anything."""
         self._model, self._hbm, self._kv, self._clock = model, hbm, kv, clock
-        self._tally = Tally(metrics)
         self._eos = frozenset(model.config.eos_ids)
         self._origin = identity.digest()
         self._cache = BlockCache(pool, block_tokens, hbm.slot_bytes, clock, reuse=config.prefix_cache)
         self._exchange = Exchange(connector, self._cache, clock, config.ask_seconds)
-        self._scheduler = Scheduler(self._cache, self._exchange, config.limits, clock)
+        self._scheduler = Scheduler(self._cache, self._exchange, config.limits, clock, self._rechecker)
         self._random = random.Random(config.seed)  # noqa: S311 - chooses words, guards nothing
         self._arrivals = itertools.count()
         self._door = threading.Lock()
@@ -135,6 +140,7 @@ class Engine:
         stats = RequestStats(len(request.prompt), self._clock())
         sampling = request.sampling
         scope = Scope(tenant=request.tenant, salt=request.salt)
+        scope = replace(scope, epoch=self._exchange.epoch(scope))
         origin = Origin.of(self._origin, scope)
         with self._door:
             if request.id in self._groups:
@@ -192,9 +198,12 @@ class Engine:
         )
         written = self._hbm.fence()
         failed = self._exchange.failed(plan, frozenset(slot for each in work for slot in each.loaded))
+        wrong = self._judge(schedule, failed)
         computed = time.perf_counter()
         self.times.forward += computed - planned
         with self.lock:
+            if schedule.recheck is not None and wrong is not None:
+                self._scheduler.drop(schedule.recheck.sequence, wrong, schedule)
             outputs += self._note(work, schedule, logits, failed)
             plan = self._exchange.plan()
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
@@ -243,7 +252,7 @@ class Engine:
         """Disagreements between pool, block tables and saves under way, in words. Between steps only."""
         with self.lock:
             found = self.pool.check()
-            expected: collections.Counter[int] = collections.Counter(self._exchange.held_slots())
+            expected: collections.Counter[int] = collections.Counter([*self._exchange.held_slots(), *self._own_slots()])
             for sequence in self.sequences():
                 expected.update(sequence.slots)
                 least, most = self._cache.blocks(sequence.computed), self._cache.blocks(len(sequence.tokens))
@@ -253,7 +262,8 @@ class Engine:
                 counted = self.pool.references(slot)  # type: ignore[arg-type]  # every number below capacity is a slot
                 if counted != expected[slot]:
                     found.append(f"slot {slot} is counted {counted} times and held {expected[slot]} times")
-            if not self._groups and self.pool.writing + self.pool.retiring and not self._exchange.held:
+            busy = self.pool.writing + self.pool.retiring - len(self._own_slots())
+            if not self._groups and busy and not self._exchange.held:
                 found.append(f"idle, and {self.pool.writing} slots are in writing, {self.pool.retiring} retiring")
         return found
 
@@ -278,6 +288,16 @@ class Engine:
             raise RequestError(f"n must be at most {self.config.limits.sequences} here, got {sampling.n}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+
+    def _own_slots(self) -> list[Slot]:
+        """Slots that belong to no sequence and no save."""
+        return [] if self._rechecker is None else [self._rechecker.spare]
+
+    def _judge(self, schedule: Schedule, failed: frozenset[int]) -> int | None:
+        """The block from which on the step's recheck distrusts its sequence; None where there is none, or it agrees."""
+        if self._rechecker is None or schedule.recheck is None:
+            return None
+        return self._rechecker.judge(schedule.recheck, failed)
 
     def _read_inbox(self) -> list[Output]:
         outputs: list[Output] = []
@@ -389,6 +409,21 @@ class Engine:
         return Output(
             group.request.id, sequence.index, tokens, text, group.stats, finish, not group.unfinished, logprob
         )
+
+
+def _rechecker(
+    config: EngineConfig,
+    model: LlamaModel,
+    kv: torch.Tensor,
+    pool: BlockPool,
+    tally: Tally,
+    clock: Callable[[], float],
+) -> Rechecker | None:
+    if not config.recompute_sample:
+        return None
+    spare = pool.allocate(1, clock())
+    assert spare is not None, "the pool is new"
+    return Rechecker(config.recompute_sample, config.seed, model, kv, spare.slots[0], tally)
 
 
 def _batch(work: list[Work]) -> StepBatch:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.abc.connector import Finished, KVConnector, StepPlan
-from kvtier.abc.store import Fence
+from kvtier.abc.store import Fence, Reason
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.sequence import Sequence as TokenSequence
-from kvtier.key import Span
+from kvtier.key import Scope, Span
 from kvtier.pool import Slot
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class Exchange:
         self._held: set[tuple[str, Slot]] = set()
         self._gave_up: set[str] = set()
         self._starts: dict[str, int] = {}
+        self._epoch = 0
+        """The highest clear epoch that the connector ever said."""
         self.fault: str | None = None
         """Why the connector is not used any more; None while it is."""
         self.dropped = 0
@@ -60,6 +62,22 @@ class Exchange:
     def held_slots(self) -> list[Slot]:
         """Slots that saves under way hold, once per save."""
         return [slot for _, slot in self._held]
+
+    def epoch(self, scope: Scope) -> int:
+        """The clear epoch for the keys of a new request of ``scope``. Any thread. Asked even after a fault.
+
+        Where the connector does not say, the highest that it ever said: too high an epoch finds nothing, too low a one might
+        find what has been cleared.
+        """
+        if self._connector is None:
+            return 0
+        try:
+            epoch = self._connector.scheduler.clear_epoch(scope.tenant_id, scope.adapter)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self._break("clear_epoch", error)
+            return self._epoch
+        self._epoch = max(self._epoch, epoch)
+        return epoch
 
     def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
         """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step.
@@ -119,6 +137,10 @@ class Exchange:
         if self.active:
             self.dropped += max(0, sequence.committed - sequence.offered)
             self._guarded(lambda c: c.scheduler.request_finished(sequence.id), None)
+
+    def drop(self, span: Span, reason: Reason) -> None:
+        """Forget blocks in every tier below."""
+        self._guarded(lambda c: c.scheduler.drop(span, reason), None)
 
     def plan(self) -> StepPlan:
         return self._guarded(lambda c: c.scheduler.build_connector_meta(), StepPlan())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.abc.medium import SlotMedium
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.codec.frame import FrameHeader
-from kvtier.key import Address, address
+from kvtier.key import Address, Lot, address
 from kvtier.pool import BlockPool, Slot
 from kvtier.store.headers import HeaderTable
 
@@ -118,6 +118,17 @@ class Arena:
         if self.headers.count != self.pool.ready:
             found.append(f"dram has {self.headers.count} headers for {self.pool.ready} blocks")
         return found
+
+    def cleared(self, start: int, stop: int, cleared: Callable[[Lot], bool]) -> list[Address]:
+        """The blocks in slots from ``start`` to before ``stop`` whose lots have been cleared."""
+        entries = map(self.pool.entry, self.headers.slots_of(start, stop, cleared))
+        return [entry for entry in entries if entry is not None]
+
+    def not_below(self, bit: int) -> None:
+        """A lower tier has lost all that it took."""
+        for slot, below in enumerate(self.below):
+            if below & bit:
+                self.below[slot] = below & ~bit
 
     def clean(self, slots: Sequence[Slot], bit: int, *, taken: bool) -> None:
         """A lower tier took the blocks, or declined them: either way they are owed to it no more."""

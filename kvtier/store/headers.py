@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.codec.frame import SUM_BYTES, FrameHeader
-from kvtier.key import KEY_BYTES, Address, BlockKey, Shard
+from kvtier.key import KEY_BYTES, Address, BlockKey, Lot, Shard
 from kvtier.pool import Slot
 
 
@@ -24,6 +25,10 @@ class _Shared:
     epoch: int
     root: BlockKey | None
     """Parent of the first blocks of chains; None for all others."""
+
+    @property
+    def lot(self) -> Lot:
+        return Lot(self.identity, self.tenant, self.adapter, self.epoch)
 
 
 class HeaderTable:
@@ -113,6 +118,19 @@ class HeaderTable:
             adapter=shared.adapter,
             epoch=shared.epoch,
         )
+
+    def lots(self) -> dict[Lot, int]:
+        """How many blocks there are of each lot."""
+        counts: dict[Lot, int] = {}
+        for shared, count in self._blocks.items():
+            counts[shared.lot] = counts.get(shared.lot, 0) + count
+        return counts
+
+    def slots_of(self, start: int, stop: int, wanted: Callable[[Lot], bool]) -> list[Slot]:
+        """The slots from ``start`` to before ``stop`` whose blocks are of a lot that is wanted."""
+        part = self._shared[start:stop]
+        answers = {shared: shared is not None and wanted(shared.lot) for shared in set(part)}
+        return [Slot(slot) for slot, shared in enumerate(part, start) if answers[shared]]
 
     @property
     def count(self) -> int:

@@ -20,6 +20,7 @@ from kvtier.registry import TierPlan, plan_tier
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
 from kvtier.store.promotion import DRAM
+from kvtier.store.records import identity_text
 from kvtier.store.store import TieredStore
 from kvtier.tier.key import KeyTier
 from kvtier.tier.lower import LowerTier
@@ -95,6 +96,7 @@ def open_store(
             workers[-1],
             gate or OpenGate(),
             lock,
+            identity=identity,
             verify=plans[0].options.verify,
             deadline=settings.deadline,
             copier=ThreadPoolExecutor(1, "kvtier-copier"),
@@ -156,9 +158,9 @@ def _lower_tier(
 
 
 def _greet(tier: LowerTier, identity: Identity, *, require_all: bool) -> None:
-    """See that the tier answers, and leave the readable record of our identity in it."""
+    """See that the tier answers, and give it the readable record of our identity."""
     try:
-        tier.greet(identity.digest(), f"{identity.model} {identity.weights} {identity.kv_dtype}")
+        tier.greet(identity.digest(), identity_text(identity))
     except MediumUnavailable as silent:
         if require_all:
             raise

@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from itertools import groupby, takewhile
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import BlockFound, Found, Reason
@@ -33,8 +34,11 @@ from kvtier.store.demotion import Demoter
 from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, runs
 from kvtier.store.match import TieredMatch, missed
-from kvtier.tier.lower import LowerTier
+from kvtier.tier.lower import LowerTier, lot_of
 from kvtier.transfer.workers import Urgency
+
+if TYPE_CHECKING:
+    from kvtier.store.clearing import Clearing
 
 BATCH_BYTES = 16 << 20
 """Bytes of one read from a lower tier: large enough for bandwidth, small enough that the first arrive early."""
@@ -91,6 +95,7 @@ class Promoter:
         tiers: Sequence[LowerTier],
         demoter: Demoter,
         history: History,
+        clearing: Clearing,
         gate: Gate,
         lock: threading.Lock,
         clock: Callable[[], float],
@@ -106,6 +111,7 @@ class Promoter:
         self._tiers = tuple(tiers)
         self._demoter = demoter
         self._history = history
+        self._clearing = clearing
         self._gate = gate
         self._lock = lock
         self._clock = clock
@@ -212,6 +218,8 @@ class Promoter:
 
     def _walk(self, match: TieredMatch) -> Walk | None:
         """Where each block of the match is; None where a probe has been sent and must answer first."""
+        if self._clearing.stale(match.span.origin):
+            return Walk([], [], missed(Reason.CLEARED))
         addresses = match.addresses[match.start :]
         resident = self._arena.pool.places(addresses)
         steps = [IN_DRAM] * len(resident)
@@ -254,6 +262,8 @@ class Promoter:
 
         def probe() -> None:
             present = tier.probe(wanted)
+            if not self._clearing.follow(tier):
+                present = 0
             with self._lock:
                 match.present[tier.name] = index + present
                 match.probing = False
@@ -372,6 +382,8 @@ class Promoter:
         slot, address, tier = arrival.slot, arrival.address, arrival.tier
         if arrival.dropped is not None:
             return slot, arrival.dropped
+        if header is not None and self._clearing.stale(lot_of(header)):
+            return slot, missed(Reason.CLEARED)
         if outcome.done and header is not None:
             if not self._arena.show(slot, address, header, self._clock()):
                 there = self._arena.pool.slot(address)

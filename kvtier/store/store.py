@@ -18,22 +18,24 @@ from functools import partial
 from itertools import takewhile
 
 from kvtier.abc.medium import Outcome, SlotMedium, Status
-from kvtier.abc.store import BlockFound, Fence, Match, Reason, SlotRange, Store, Transfer
+from kvtier.abc.store import BlockFound, Cleared, Fence, Match, Reason, Selection, SlotRange, Store, Transfer
 from kvtier.codec.frame import FrameHeader
 from kvtier.config import Verify
 from kvtier.cost import Gate
 from kvtier.errors import MediumError
-from kvtier.key import Address, Span
+from kvtier.key import Adapter, Address, Identity, Span
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
 from kvtier.store.arena import Arena
 from kvtier.store.audit import lease_faults
+from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
+from kvtier.store.epochs import Epochs
 from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, LoadTiming
 from kvtier.store.match import TieredMatch, missed
 from kvtier.store.promotion import DRAM, Promoter
-from kvtier.tier.lower import LowerTier
+from kvtier.tier.lower import LowerTier, lot_of
 from kvtier.transfer.copy import load_blocks, save_blocks
 from kvtier.transfer.encoded import EncodedSlots
 from kvtier.transfer.workers import Urgency, Workers
@@ -75,6 +77,7 @@ class TieredStore(Store):
         gate: Gate,
         lock: threading.Lock,
         *,
+        identity: Identity | None = None,
         verify: Verify = Verify.SAMPLE,
         deadline: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
@@ -83,6 +86,8 @@ class TieredStore(Store):
         copier: Executor | None = None,
     ) -> None:
         """``lock`` is the one that the tiers use too; ``copier`` helps with DRAM copies and is closed with the store.
+
+        ``identity`` is the engine's; without it the store works, and can neither clear by model nor say who else is there.
 
         ``keeper=False``: the caller calls ``keep`` itself. Every part comes from outside, more than a constructor should
         take, so that a test can turn threads, clock and chance by hand; ``open_store`` is how all others get a store.
@@ -99,14 +104,19 @@ class TieredStore(Store):
         self._random = random.Random(seed)  # noqa: S311 - draws samples, guards nothing
         self._history = History()
         self._demoter = Demoter(arena, tiers, lock, clock)
+        self._clearing = Clearing(
+            geometry, arena, dram, tiers, self._demoter, self._history, Epochs(), identity, lock, clock
+        )
         self._promoter = Promoter(
-            geometry, arena, dram, tiers, self._demoter, self._history, gate, lock, clock, deadline
+            geometry, arena, dram, tiers, self._demoter, self._history, self._clearing, gate, lock, clock, deadline
         )
         self._saving: dict[Address, Slot] = {}
         self._loading: dict[int, Sequence[Slot]] = {}
         self._prefetches = 0
         self._recency_due = clock() + RECENCY_SECONDS
         self._closed = threading.Event()
+        for tier in tiers:
+            self._clearing.learn(tier)
         self._keeper = threading.Thread(target=self._keep_on, name="kvtier-keeper", daemon=True) if keeper else None
         if self._keeper is not None:
             self._keeper.start()
@@ -201,7 +211,7 @@ class TieredStore(Store):
 
     def _held_slots(self, match: TieredMatch, most: int) -> list[Slot]:
         """DRAM slots of the match's first hits, up to one that was dropped or did not prove since."""
-        if not match.settled or match.released:
+        if not match.settled or match.released or self._clearing.stale(match.span.origin):
             return []
         slots = [match.slots[index] for index in range(min(most, match.hits))]
         return list(takewhile(lambda slot: self._arena.pool.entry(slot) is not None, slots))
@@ -227,9 +237,9 @@ class TieredStore(Store):
         future: Transfer = Future()
         addresses = self.geometry.addresses(span)
         outcomes = [Outcome(Status.DONE)] * len(addresses)
-        taken, slots, left = self._places_to_save(addresses)
+        taken, slots, left, why = self._places_to_save(span, addresses)
         for index in left:
-            outcomes[index] = Outcome(Status.FAILED, 0, "no free or clean slot in DRAM")
+            outcomes[index] = Outcome(Status.FAILED, 0, why)
 
         def end(saved: Sequence[Outcome], sums: Sequence[bytes]) -> None:
             for index, outcome in zip(taken, saved, strict=True):
@@ -260,8 +270,11 @@ class TieredStore(Store):
             unsaved(CLOSED if self._closed.is_set() else "the queue of saves is full")
         return future
 
-    def _places_to_save(self, addresses: Sequence[Address]) -> tuple[list[int], list[Slot], list[int]]:
-        """Which blocks are to be copied, into which slots, and which find no room."""
+    def _places_to_save(self, span: Span, addresses: Sequence[Address]) -> tuple[list[int], list[Slot], list[int], str]:
+        """Which blocks are to be copied, into which slots, and which have no place, and why."""
+        if self._clearing.stale(span.origin):
+            self._dram.save_dropped(Reason.CLEARED, len(addresses))
+            return [], [], list(range(len(addresses))), "cleared"
         with self._lock:
             there = self._arena.pool.places(addresses)
             new = [i for i, a in enumerate(addresses) if there[i] is None and a not in self._saving]
@@ -272,7 +285,7 @@ class TieredStore(Store):
             self._history.went((addresses[i] for i in left), Reason.SAVE_DROPPED)
         if left:
             self._dram.save_dropped(Reason.NO_ROOM, len(left))
-        return taken, slots, left
+        return taken, slots, left, "no free or clean slot in DRAM"
 
     def _copied(
         self, source: SlotRange, slots: Sequence[Slot], after: Fence | None
@@ -325,6 +338,8 @@ class TieredStore(Store):
                     del self._saving[address]
                 if header is None or not wanted:
                     self._history.went([address], Reason.SAVE_DROPPED)
+                elif self._clearing.stale(lot_of(header)):
+                    self._history.went([address], Reason.CLEARED)
                 elif self._arena.show(slot, address, header, now):
                     self._history.came(address)
                     shown.append((slot, address))
@@ -354,6 +369,12 @@ class TieredStore(Store):
                 self._demoter.outboxes[tier.name].cancel(addresses)
                 tier.forget(addresses)
                 tier.workers.submit(Urgency.PREFETCH, partial(tier.delete, addresses))
+
+    def epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
+        return self._clearing.epoch(tenant, adapter)
+
+    def clear(self, what: Selection, tier: str | None = None) -> Cleared:
+        return self._clearing.clear(what, tier)
 
     def empty(self, tier: str) -> int:
         """Take out of one tier every block that nobody holds; how many. Other tiers keep theirs. Blocks on the device's I/O.
@@ -406,6 +427,7 @@ class TieredStore(Store):
                 tier.workers.submit(Urgency.PREFETCH, tier.revive)
             if flush and not tier.probes:
                 tier.workers.submit(Urgency.SAVE, partial(tier.refresh, []))
+        self._clearing.keep()
 
     def _keep_on(self) -> None:
         while not self._closed.wait(KEEP_SECONDS):

@@ -5,21 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.medium import KeyMedium, Outcome
-from kvtier.codec.frame import Asked, FrameHeader
+from kvtier.codec.frame import HEADER_BYTES, Asked, FrameHeader, summer_of
 from kvtier.config import TierOptions
-from kvtier.key import Address
+from kvtier.errors import CorruptFrame
+from kvtier.key import Address, Lot, address
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
-from kvtier.tier.lower import LowerTier, Parcel
+from kvtier.tier.lower import LowerTier, Parcel, lot_of
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.transfer.workers import Workers
 
 T = TypeVar("T")
+
+STEP = 1000
+"""Values whose headers are looked at in one step of a search for cleared blocks."""
 
 REFRESH_SECONDS = 60.0
 """A block's expiry is pushed back at most so often."""
@@ -52,6 +57,12 @@ class KeyTier(LowerTier):
         self._names = medium
         self._known: OrderedDict[Address, None] = OrderedDict()
         self._refreshed: OrderedDict[Address, float] = OrderedDict()
+        self._version = b""
+        self._generation = medium.generation
+        self._sweep: Iterator[Address] | None = None
+        """Where the search for cleared blocks stands; None: nowhere."""
+        self._hidden = False
+        """Whether values that were cleared as a whole may be left."""
 
     def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
         return [None] * len(addresses)
@@ -60,8 +71,8 @@ class KeyTier(LowerTier):
         return address in self._known
 
     def forget(self, addresses: Sequence[Address]) -> None:
-        for address in addresses:
-            self._known.pop(address, None)
+        for each in addresses:
+            self._known.pop(each, None)
 
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         """The server evicts by itself; what lives is the TTL of the whole prefix, pushed back once a minute at most."""
@@ -90,6 +101,7 @@ class KeyTier(LowerTier):
 
     def _probe(self, addresses: Sequence[Address]) -> int:
         present = self._names.probe(addresses)
+        self._follow()
         self._note(addresses[:present])
         with self._lock:
             self.forget(addresses[present:])  # what follows the first gap may be gone as well: it is written again
@@ -123,5 +135,56 @@ class KeyTier(LowerTier):
     def _ping(self) -> None:
         self._names.ping()
 
-    def _remember(self, identity: bytes, text: str) -> None:
-        self._names.remember("identity", identity, text)
+    @property
+    def news(self) -> bool:  # type: ignore[override]  # only the medium knows
+        return self._names.epochs_version != self._version
+
+    def epochs(self) -> dict[str, int] | None:
+        def read() -> dict[str, int]:
+            rows = self._names.epochs()
+            self._version = self._names.epochs_version
+            return rows
+
+        return self._guarded("epochs", read, None)
+
+    def clear(self) -> bool:
+        def clear() -> bool:
+            self._names.clear()
+            self._sweep = None
+            self._hidden = True
+            return True
+
+        done = self._guarded("clear", clear, otherwise=False)
+        self._follow()
+        return done
+
+    def stale(self, cleared: Callable[[Lot], bool]) -> None:
+        del cleared
+
+    def _reclaim(self, cleared: Callable[[Lot], bool]) -> tuple[list[Address], bool]:
+        if self._hidden:
+            self._names.reclaim()
+            self._hidden = False
+        sweep, self._sweep = self._sweep or self._names.scan(), None
+        names = list(islice(sweep, STEP))
+        summer = summer_of(self._names.auth_key)
+        gone = []
+        for name, head in zip(names, self._names.heads(names, HEADER_BYTES), strict=True):
+            try:
+                header = FrameHeader.parse(memoryview(head), summer)
+            except CorruptFrame:  # gone meanwhile, or not for us to judge
+                continue
+            if address(header.key, header.shard) == name and cleared(lot_of(header)):
+                gone.append(name)
+        with self._lock:
+            self.forget(gone)
+        self._names.delete(gone)
+        if len(names) == STEP:
+            self._sweep = sweep
+        return gone, self._sweep is None
+
+    def _follow(self) -> None:
+        """Where the medium was cleared, by whomever, nothing that was known of it holds any more."""
+        if self._names.generation != self._generation:
+            self._generation = self._names.generation
+            self._returned()

@@ -11,18 +11,18 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.abc.codec import Codec
-from kvtier.abc.medium import Medium, Outcome, Status
+from kvtier.abc.medium import LastingMedium, Medium, Outcome, Status
 from kvtier.abc.policy import EntryMeta
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import TierOptions
 from kvtier.errors import KvtierError, MediumError, MediumFull
-from kvtier.key import Address
+from kvtier.key import Address, Lot
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
 from kvtier.transfer.workers import Workers
@@ -56,17 +56,23 @@ class Parcel:
     view: memoryview
 
 
+def lot_of(header: FrameHeader) -> Lot:
+    return Lot(header.identity, header.tenant, header.adapter, header.epoch)
+
+
 class LowerTier(ABC):
     """What the store asks of every tier below DRAM."""
 
     probes: bool
     """Whether only the medium itself knows what is there."""
+    news: bool = False
+    """Whether the medium's clear epochs have changed since they were last read."""
 
     def __init__(
         self,
         name: str,
         options: TierOptions,
-        medium: Medium,
+        medium: LastingMedium,
         codec: Codec,
         workers: Workers,
         metrics: TierMetrics,
@@ -84,6 +90,9 @@ class LowerTier(ABC):
         self._tried = 0.0
         self._complained: dict[str, float] = {}
         self._medium = medium
+        self._lasting: LastingMedium = medium
+        self._introduction: tuple[bytes, str] | None = None
+        """Our identity's record, until the medium has it."""
 
     @property
     def medium(self) -> Medium:
@@ -161,12 +170,17 @@ class LowerTier(ABC):
         if done:
             nbytes = sum(p.header.raw_bytes for p, outcome in zip(parcels, outcomes, strict=True) if outcome.done)
             self.metrics.written(done, nbytes, time.perf_counter() - start)
+            self._introduce()
         if done < len(outcomes):
             self.metrics.save_dropped(Reason.SAVE_DROPPED, len(outcomes) - done)
             if self.usable:
                 first = next(outcome for outcome in outcomes if not outcome.done)
                 self._complain("write", f"{len(outcomes) - done} blocks were not written: {first.detail}")
         return outcomes
+
+    def _introduce(self) -> None:
+        if self._introduction is not None and self.remember("identity", *self._introduction):
+            self._introduction = None
 
     def delete(self, addresses: Sequence[Address]) -> None:
         """Remove from the medium what ``forget`` has hidden."""
@@ -177,9 +191,65 @@ class LowerTier(ABC):
         self._guarded("touch", lambda: self._refresh(addresses), None)
 
     def greet(self, identity: bytes, text: str) -> None:
-        """See at start that the medium answers, and leave a readable record of the identity. Raises ``MediumError``."""
+        """See at start that the medium answers. Raises ``MediumError``. ``text`` is the readable record of our identity.
+
+        The record is left once a block of ours is there: a record says that there are, or have been, blocks.
+        """
+        self._introduction = (identity, text)
         self._ping()
-        self._remember(identity, text)
+
+    def epochs(self) -> dict[str, int] | None:
+        """The medium's clear epochs; None where it cannot say."""
+        return self._guarded("epochs", self._lasting.epochs, None)
+
+    def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> str | None:
+        """Tell the medium of epochs that it lacks, and of those that others imply; why not, where it cannot be told."""
+        failed: str | None = "failed"
+
+        def tell() -> str | None:
+            try:
+                self._lasting.raise_epochs(wanted, implied)
+            except MediumFull as full:
+                return str(full)
+            return None
+
+        return self._guarded("epochs", tell, failed)
+
+    def remember(self, kind: str, digest: bytes, text: str) -> bool:
+        """Keep a readable record in the medium; whether it is kept."""
+
+        def keep() -> bool:
+            self._lasting.remember(kind, digest, text)
+            return True
+
+        return self._guarded("remember", keep, otherwise=False)
+
+    def records(self, kind: str) -> dict[bytes, str]:
+        """The medium's readable records of a kind, none where it cannot say."""
+        nothing: dict[bytes, str] = {}
+        return self._guarded("records", lambda: self._lasting.records(kind), nothing)
+
+    @abstractmethod
+    def clear(self) -> bool:
+        """Put every block out of reach at once; ``reclaim`` and ``delete`` remove them behind. Whether that was done."""
+
+    @abstractmethod
+    def stale(self, cleared: Callable[[Lot], bool]) -> int | None:
+        """How many blocks are of lots that have been cleared; None where only a scan could tell."""
+
+    def reclaim(self, cleared: Callable[[Lot], bool]) -> tuple[list[Address], bool]:
+        """Remove some of the blocks that have been cleared, a bounded step at a time: those that went, and whether all have.
+
+        Not both of a tier at once.
+        """
+        nothing: tuple[list[Address], bool] = ([], False)
+        gone, finished = self._guarded("reclaim", lambda: self._reclaim(cleared), nothing)
+        if gone:
+            self.metrics.evicted(Reason.CLEARED, len(gone))
+        return gone, finished
+
+    @abstractmethod
+    def _reclaim(self, cleared: Callable[[Lot], bool]) -> tuple[list[Address], bool]: ...
 
     def revive(self) -> None:
         """Try a degraded tier, at most every ``REVIVE_SECONDS``."""
@@ -275,6 +345,3 @@ class LowerTier(ABC):
 
     @abstractmethod
     def _ping(self) -> None: ...
-
-    @abstractmethod
-    def _remember(self, identity: bytes, text: str) -> None: ...

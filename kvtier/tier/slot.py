@@ -15,14 +15,19 @@ from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import TierOptions
-from kvtier.key import Address, address
+from kvtier.key import Address, Lot, address
 from kvtier.metrics import TierMetrics
 from kvtier.pool import BlockPool, Slot
-from kvtier.tier.lower import LowerTier, Parcel
+from kvtier.tier.lower import LowerTier, Parcel, lot_of
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.transfer.workers import Workers
 
 _log = logging.getLogger(__name__)
+
+STEP = 4096
+"""Slots that are looked at, and rows that are deleted, at a time."""
+_MOST_LOTS = 1 << 16
+"""Lots that are kept once; past this equal ones may be kept several times."""
 
 
 class SlotTier(LowerTier):
@@ -50,6 +55,11 @@ class SlotTier(LowerTier):
         """Out of the index, and free as soon as the journal has deleted their rows."""
         self._quarantined: list[Slot] = []
         self._most_quarantined = max(1, medium.slots // 100)
+        self._lots: list[Lot | None] = [None] * medium.slots
+        """Per slot the lot of the block that it holds or held last."""
+        self._known_lots: dict[Lot, Lot] = {}
+        self._swept = 0
+        """Slot up to which cleared blocks have been looked for."""
         self._recover()
 
     def _recover(self) -> None:
@@ -70,6 +80,8 @@ class SlotTier(LowerTier):
             for one in last.values()
         )
         self.pool.adopt(slots, list(last), metas, 0.0)
+        for one in last.values():
+            self._lots[one.slot] = self._one(Lot(one.identity, one.tenant, one.adapter, one.epoch))
 
     def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
         return self.pool.places(addresses)
@@ -167,6 +179,7 @@ class SlotTier(LowerTier):
                 now = self._clock()
                 for slot, parcel in reversed(kept):
                     self.pool.commit(slot, parcel.address, parcel.meta, now)
+                    self._lots[slot] = self._one(lot_of(parcel.header))
         finally:
             with self._lock:
                 self.pool.release(slots, 0.0)
@@ -175,7 +188,24 @@ class SlotTier(LowerTier):
     def _record(self, slot: Slot, parcel: Parcel) -> Record:
         header = parcel.header
         parent = address(header.parent, header.shard)
-        return Record(slot, parcel.address, parent, header.depth, header.tenant, time.time(), header.expires_at)
+        return Record(
+            slot,
+            parcel.address,
+            parent,
+            header.depth,
+            header.tenant,
+            time.time(),
+            header.expires_at,
+            header.identity,
+            header.adapter,
+            header.epoch,
+        )
+
+    def _one(self, lot: Lot) -> Lot:
+        """The one object that stands for equal lots."""
+        if len(self._known_lots) > _MOST_LOTS:
+            self._known_lots.clear()
+        return self._known_lots.setdefault(lot, lot)
 
     def _make_room(self, count: int) -> list[Slot]:
         """Up to ``count`` slots to write to. A slot is reused only after its delete is committed."""
@@ -200,16 +230,19 @@ class SlotTier(LowerTier):
 
     def _let_go(self) -> None:
         """Free what has left the index, once its rows are deleted; what cannot be deleted now is tried again."""
-        with self._lock:
-            leaving, self._leaving = self._leaving, []
-        try:
-            self._slots.journal.commit([], leaving)
-        except BaseException:
+        while True:
             with self._lock:
-                self._leaving += leaving
-            raise
-        with self._lock:
-            self.pool.release(leaving, 0.0)
+                leaving, self._leaving = self._leaving[:STEP], self._leaving[STEP:]
+            try:
+                self._slots.journal.commit([], leaving)
+            except BaseException:
+                with self._lock:
+                    self._leaving += leaving
+                raise
+            with self._lock:
+                self.pool.release(leaving, 0.0)
+                if not self._leaving:
+                    return
 
     def _lost(self, addresses: Sequence[Address], corrupt: Sequence[Address]) -> None:
         """The slots of what did not prove or read stay out of use while that is affordable."""
@@ -242,5 +275,32 @@ class SlotTier(LowerTier):
     def _ping(self) -> None:
         self._let_go()
 
-    def _remember(self, identity: bytes, text: str) -> None:
-        self._slots.remember("identity", identity, text)
+    def clear(self) -> bool:
+        entries = self.pool.entries()
+        for start in range(0, len(entries), STEP):
+            with self._lock:
+                self.forget(entries[start : start + STEP])
+        self._guarded("clear", self._slots.drop_others, 0)
+        return self.usable
+
+    def stale(self, cleared: Callable[[Lot], bool]) -> int:
+        count = 0
+        for start in range(0, self.pool.capacity, STEP):
+            with self._lock:
+                count += len(self._stale_in(start, cleared))
+        return count
+
+    def _stale_in(self, start: int, cleared: Callable[[Lot], bool]) -> list[Address]:
+        """Entries of the slots from ``start`` on whose lots have been cleared."""
+        lots = self._lots[start : start + STEP]
+        answers = {lot: lot is not None and cleared(lot) for lot in set(lots)}
+        entries = [self.pool.entry(Slot(slot)) for slot, lot in enumerate(lots, start) if answers[lot]]
+        return [entry for entry in entries if entry is not None]
+
+    def _reclaim(self, cleared: Callable[[Lot], bool]) -> tuple[list[Address], bool]:
+        with self._lock:
+            gone = self._stale_in(self._swept, cleared)
+            self.forget(gone)
+        self._swept = self._swept + STEP if self._swept + STEP < self.pool.capacity else 0
+        self._let_go()
+        return gone, self._swept == 0

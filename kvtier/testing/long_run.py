@@ -21,7 +21,7 @@ from kvtier.key import Span
 from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle, prompt
 from kvtier.testing.rig import Mishap, Rig, drawn_rig
 
-SHARE_BETWEEN = 0.05
+SHARE_BETWEEN = 0.2
 """Share of the calls to a medium ahead of which something else comes in between."""
 REST_EVERY = 2000
 """Operations after which everything has to come to rest, and the next rig is drawn."""
@@ -55,8 +55,8 @@ class LongRun:
             (3, "ask again", lambda oracle: oracle.ask_again(self._any())),
             (8, "load", lambda oracle: oracle.load(self._any(), rng.choice([1, MOST_BLOCKS, MOST_BLOCKS]))),
             (1, "give up", lambda oracle: oracle.give_up(self._any(), by_name=rng.random() < 0.5)),
-            (1, "take back", lambda oracle: oracle.take_back(self._any())),
-            (1, "drop", lambda oracle: oracle.drop(self._prompt())),
+            (2, "take back", lambda oracle: oracle.take_back(self._any())),
+            (2, "drop", lambda oracle: oracle.drop(self._prompt())),
             (1, "prefetch", lambda oracle: oracle.prefetch(self._prompt())),
             (25, "turn", lambda oracle: oracle.turn(rng.randrange, rng.choice([1, 1, 5, 20]))),
             (3, "wait", lambda oracle: oracle.wait(rng.choice([0.1, 1.0, 3.0]))),

@@ -167,9 +167,9 @@ def _default_tiers() -> tuple[TierUrl, ...]:
     return (TierUrl("dram", params={"capacity": format_bytes(max(quarter, 1 << 20))}),)
 
 
-def _setting(default: T, help_text: str, *, at_least: int | None = None) -> T:
+def _setting(default: T, help_text: str, *, at_least: int | None = None, at_most: int | None = None) -> T:
     """A field with the help of its flag. Its type is the default's, as ``dataclasses.field`` has it."""
-    made: T = field(default=default, metadata={"help": help_text, "at_least": at_least})
+    made: T = field(default=default, metadata={"help": help_text, "at_least": at_least, "at_most": at_most})
     return made
 
 
@@ -199,6 +199,12 @@ class EngineSettings:
     prefix_cache: bool = _setting(default=True, help_text="reuse blocks of earlier requests that are still in HBM")
     longest_prefix_first: bool = _setting(
         default=False, help_text="start waiting requests in order of their cached prefix"
+    )
+    recompute_sample: float = _setting(
+        0.0,
+        "share of loads, 0 to 1, of which one block is computed again and compared; what differs is dropped",
+        at_least=0,
+        at_most=1,
     )
     threads: int = _setting(0, "compute threads; 0: one per core", at_least=0)
     seed: int = _setting(0, "seed of sampling and of dummy weights", at_least=0)
@@ -252,6 +258,7 @@ class _Setting:
     hint: Any
     help: str
     at_least: int | None
+    at_most: int | None
     flag: str
 
     @property
@@ -266,6 +273,8 @@ class _Setting:
         value = convert(self.hint, raw, where, self.name)
         if self.at_least is not None and value is not None and value < self.at_least:
             raise ConfigError(f"{where}: {self.name}: {value} is less than {self.at_least}")
+        if self.at_most is not None and value is not None and value > self.at_most:
+            raise ConfigError(f"{where}: {self.name}: {value} is more than {self.at_most}")
         return cast("object", value)
 
 
@@ -276,7 +285,8 @@ def _declared(cls: type = Settings, section: str = "") -> Iterator[_Setting]:
             yield from _declared(cast("type", hint), each.name)
             continue
         flag = each.metadata.get("flag") or "--" + each.name.replace("_", "-")
-        yield _Setting(each.name, section, hint, each.metadata["help"], each.metadata.get("at_least"), flag)
+        bounds = each.metadata.get("at_least"), each.metadata.get("at_most")
+        yield _Setting(each.name, section, hint, each.metadata["help"], *bounds, flag)
 
 
 _SETTINGS = {setting.name: setting for setting in _declared()}

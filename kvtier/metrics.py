@@ -189,6 +189,12 @@ class EngineMetrics(_Recorder):
         self._metrics.preemptions.inc(requests)
 
     @_never_raises
+    def rechecked(self, *, differed: bool) -> None:
+        """A loaded block was computed again."""
+        self._metrics.rechecks.inc()
+        self._metrics.recheck_mismatches.inc(int(differed))
+
+    @_never_raises
     def first_token(self, seconds: float) -> None:
         """From submission to the first token."""
         _checked(seconds)
@@ -236,6 +242,8 @@ class Metrics:
         self.prompt_tokens = self._counter("kvtier_prompt_tokens", "Prompt tokens by source of their KV", "source")
         self.generated_tokens = self._counter("kvtier_generated_tokens", "Tokens sampled")
         self.preemptions = self._counter("kvtier_preemptions", "Running requests that gave up their HBM slots")
+        self.rechecks = self._counter("kvtier_rechecks", "Loaded blocks that were computed again and compared")
+        self.recheck_mismatches = self._counter("kvtier_recheck_mismatches", "Rechecked blocks that differed")
         self.first_token_seconds = self._histogram(
             "kvtier_first_token_seconds", "From submission to the first token", _FIRST_TOKEN_SECONDS
         )

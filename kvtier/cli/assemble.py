@@ -144,6 +144,11 @@ def open_engine(
         torch.set_num_threads(settings.threads)
     if settings.device not in ("auto", "cpu"):
         raise ConfigError(f"device {settings.device!r} is not supported by this engine; use cpu")
+    if settings.recompute_sample and codec is not StoreCodec.RAW:
+        raise ConfigError(
+            f"recompute_sample compares what was loaded with what is computed, and codec {codec.value} changes what is "
+            "loaded; leave one of the two out"
+        )
     if checkpoint is None:
         checkpoint = open_checkpoint(
             settings.model,
@@ -174,6 +179,7 @@ def open_engine(
             max_length=settings.max_model_len or checkpoint.config.max_positions,
             prefix_cache=settings.prefix_cache,
             seed=settings.seed,
+            recompute_sample=settings.recompute_sample,
             exact=exact and codec is StoreCodec.RAW,
         ),
         connect(identity, hbm) if connect is not None else None,

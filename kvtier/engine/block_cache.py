@@ -91,6 +91,13 @@ class BlockCache:
         index = sequence.computed // self.block_tokens
         return index >= len(sequence.slots) or self.pool.references(sequence.slots[index]) == 1
 
+    def drop(self, addresses: Sequence[Address]) -> None:
+        """Forget blocks: nobody finds them any more, and their slots are free once their last holder lets them go."""
+        for slot in self.pool.places(addresses):
+            if slot is not None:
+                self.pool.retire(slot, evicted=False)
+                self.pool.release([slot], self._clock())
+
     def reset(self) -> int:
         """Drop every block that nobody holds; returns how many."""
         dropped = 0

@@ -11,8 +11,10 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvtier.abc.store import Reason
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import Exchange
+from kvtier.engine.recheck import Recheck, Rechecker
 from kvtier.engine.sequence import Sequence
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.pool import Slot
@@ -61,6 +63,8 @@ class Schedule:
     """By ``id()`` of the sequence, in batch order."""
     copies: list[tuple[Slot, Slot]] = field(default_factory=list)
     """(from, to): partly filled blocks to copy before anything is written, in this order."""
+    recheck: Recheck | None = None
+    """A block that is loaded in this step and then computed again."""
     budget: int = 0
     """Tokens still to give away."""
     preempted: int = 0
@@ -69,11 +73,19 @@ class Schedule:
 class Scheduler:
     """The queue, the running sequences, and the rules between them."""
 
-    def __init__(self, cache: BlockCache, exchange: Exchange, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        cache: BlockCache,
+        exchange: Exchange,
+        limits: Limits,
+        clock: Callable[[], float],
+        rechecker: Rechecker | None = None,
+    ) -> None:
         self._cache = cache
         self._exchange = exchange
         self._limits = limits
         self._clock = clock
+        self._rechecker = rechecker
         self.waiting: list[Sequence] = []
         """In order of arrival."""
         self.running: list[Sequence] = []
@@ -97,6 +109,8 @@ class Scheduler:
     def complete(self, work: Work, failed: frozenset[int]) -> bool:
         """Note what a step has done for one sequence. False: a load failed, so what was computed behind it is void."""
         sequence, size = work.sequence, self._cache.block_tokens
+        if not sequence.slots:
+            return False  # what it rested on was dropped in this step
         lost = next((index for index, slot in enumerate(work.loaded) if slot in failed), None)
         if lost is None:
             sequence.computed = work.start + work.count
@@ -108,6 +122,25 @@ class Scheduler:
         self._cache.publish(sequence)
         self._exchange.offer(sequence)
         return lost is None
+
+    def drop(self, wrong: Sequence, first: int, step: Schedule) -> None:
+        """Forget the chain of ``wrong`` from block ``first`` on, everywhere; whoever runs on that block computes again.
+
+        What such a sequence has computed over it goes as well. Between the forward pass and `complete`.
+        """
+        key = wrong.chain.keys[first]
+        resting = [each for each in self.running if each.slots[first:] and each.chain.keys[first : first + 1] == [key]]
+        for each in resting:
+            self._exchange.drop(each.chain.span(first, len(each.chain.keys)), Reason.RECOMPUTED_DIFFERENTLY)
+            self._cache.drop(each.chain.addresses[first:])
+        for each in resting:
+            work = step.work.get(id(each))
+            each.group.stats.failed_tokens += len(work.loaded) * self._cache.block_tokens if work else 0
+            each.admitted &= each.group.stats.first_token is not None or bool(each.group.stats.preemptions)
+            each.offered = min(each.offered, first)
+            self.running.remove(each)
+            self._cache.free(each)
+            self.add(each)
 
     def offer_leftovers(self, served: dict[int, Work]) -> None:
         """Offer again what was not taken earlier, for running sequences outside ``served``."""
@@ -182,8 +215,13 @@ class Scheduler:
             loadable = self._exchange.match(sequence, sequence.chain.span(0, usable), len(hits))
             if loadable is None:
                 continue
+            drawn = self._rechecker is not None and loadable > 0 and self._rechecker.draws(sequence)
+            if drawn and step.recheck is not None:
+                continue  # one a step: its turn comes with the next
             if not self._start(sequence, hits, loadable, step):
                 break
+            if drawn and self._rechecker is not None:
+                step.recheck = self._rechecker.choose(sequence, len(hits), len(hits) + loadable)
 
     def _queue(self) -> Iterable[Sequence]:
         if not self._limits.longest_prefix_first:
@@ -219,6 +257,7 @@ class Scheduler:
         self._note_admission(sequence, len(hits) * cache.block_tokens, start)
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        sequence.drawn = None
         step.work[id(sequence)] = Work(sequence, start, count, loaded)
         step.budget -= count
         return True

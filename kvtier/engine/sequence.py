@@ -83,6 +83,8 @@ class Sequence:
     """The partly filled last block may be another continuation's too: it is copied before it is written."""
     asked: float | None = None
     """Since when the connector has been answering "ask later"."""
+    drawn: bool | None = None
+    """Whether one block of its next load is to be recomputed; None: not drawn yet."""
     admitted: bool = False
     """It has had slots before: what it finds now is its own work."""
     finish: FinishReason | None = None

@@ -45,6 +45,10 @@ class Tally:
         if self._metrics is not None and requests:
             self._metrics.preempted(requests)
 
+    def rechecked(self, *, differed: bool) -> None:
+        if self._metrics is not None:
+            self._metrics.rechecked(differed=differed)
+
     def first_token(self, stats: RequestStats) -> None:
         if self._metrics is None or stats.ttft is None:
             return

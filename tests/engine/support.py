@@ -18,7 +18,7 @@ from kvtier.abc.connector import (
     WorkerConnector,
 )
 from kvtier.abc.medium import SlotMedium
-from kvtier.abc.store import Fence
+from kvtier.abc.store import Fence, Reason
 from kvtier.engine.architecture import ModelConfig, random_tensors
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import LlamaModel
@@ -244,6 +244,11 @@ class _Scheduler(SchedulerConnector):
 
     def update_connector_output(self, finished: Finished) -> None:
         self.busy -= sum(len(slots) for _, slots in finished.saved)
+
+    def drop(self, span: Span, reason: Reason) -> None:
+        self.owner.verb("drop")
+        for key in span.keys:
+            self.owner.blocks.pop(key, None)
 
     def request_finished(self, request_id: str) -> bool:
         self.owner.verb("request_finished")

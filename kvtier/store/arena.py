@@ -43,10 +43,11 @@ class Arena:
         self._quarantined: list[Slot] = []
         self._most_quarantined = max(1, medium.slots // 100)
 
-    def view(self, slot: Slot, nbytes: int) -> memoryview:
+    def view(self, slot: Slot) -> memoryview:
+        """The whole place, padding included: a medium that moves pages moves it in one piece, whatever a block's size."""
         view = self.medium.view(slot)
         assert view is not None, "DRAM is addressable"
-        return view[:nbytes]
+        return view
 
     def take(self, count: int, now: float) -> tuple[list[Slot], list[Gone]]:
         """Up to ``count`` WRITING slots: free ones, or those of clean victims. Never waits for a demotion."""

@@ -97,7 +97,7 @@ class Outbox:
         header = self._arena.header(slot)
         address = self._arena.pool.entry(slot)
         assert address is not None
-        return Parcel(address, entry_meta(header), header, self._arena.view(slot, header.raw_bytes))
+        return Parcel(address, entry_meta(header), header, self._arena.view(slot))
 
     def _end(self, slots: Sequence[Slot], taken: Sequence[bool]) -> None:
         for slot, was_taken in zip(slots, taken, strict=True):

@@ -350,7 +350,7 @@ class Promoter:
         began = time.perf_counter()
         for match in {id(match): match for arrival in batch for match, _ in arrival.waiting}.values():
             match.began = match.began or began
-        views = [self._arena.view(arrival.slot, self._geometry.block_bytes) for arrival in batch]
+        views = [self._arena.view(arrival.slot) for arrival in batch]
         outcomes, headers = batch[0].tier.fetch([arrival.address for arrival in batch], views, asked)
         with self._lock:
             self._arrive(batch, outcomes, headers)

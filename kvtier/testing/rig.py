@@ -237,7 +237,9 @@ class TieredRig(Rig):
             slot = self.arena.pool.slot(resident[draw(len(resident))]) if resident else None
             if slot is None:
                 return
-            self.arena.view(slot, GEOMETRY.block_bytes)[draw(GEOMETRY.block_bytes)] ^= bit
+            view = self.arena.medium.view(slot)
+            assert view is not None
+            view[draw(GEOMETRY.block_bytes)] ^= bit
         elif kind == 1:
             values = self._memory.values
             if not values:

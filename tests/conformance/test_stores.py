@@ -27,7 +27,9 @@ def rotten(store: TieredStore, keys: Span) -> bool:
     for key in keys.keys:
         slot = store._arena.pool.slot(address(key, SHARD))
         if slot is not None:
-            store._arena.view(slot, 100)[99] ^= 4
+            view = store._arena.medium.view(slot)
+            assert view is not None
+            view[99] ^= 4
     return True
 
 

@@ -171,8 +171,7 @@ class CudaQueue(CopyQueue):
         """Queue the kernel; gives what has to live until it has run."""
         table = self._cuda.alloc_pinned_memory(16 * len(pairs))
         np.frombuffer(table, np.uint64, 2 * len(pairs))[:] = np.array(pairs, np.uint64).ravel()
-        parts = max(1, min(MOST_THREAD_BLOCKS // len(pairs), nbytes // (64 * THREADS)))
-        grid = min(MOST_THREAD_BLOCKS, len(pairs) * parts)
+        parts, grid = kernel_shape(len(pairs), nbytes)
         arguments = (np.uint64(table.ptr), np.uint64(len(pairs)), np.uint64(nbytes), np.uint32(parts))
         with stream:
             kernel((grid,), (THREADS,), arguments)
@@ -186,6 +185,12 @@ class CudaQueue(CopyQueue):
             _log.warning("small blocks are copied one by one: the copy kernel does not compile here: %s", error)
             return None
         return kernel  # type: ignore[no-any-return]  # CuPy ships no types
+
+
+def kernel_shape(count: int, nbytes: int) -> tuple[int, int]:
+    """(parts, thread blocks) for ``count`` pieces of ``nbytes``: a part is worth a thread block's four wide accesses at least."""
+    parts = max(1, min(MOST_THREAD_BLOCKS // count, nbytes // (64 * THREADS)))
+    return parts, min(MOST_THREAD_BLOCKS, count * parts)
 
 
 class PinnedMemory:

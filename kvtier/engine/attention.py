@@ -1,4 +1,4 @@
-"""Attention over paged K and V, behind one function: `attend`. Torch on CPU.
+"""Attention over paged K and V, behind one function: `attend`. Torch, on a CPU or any other device.
 
 What a row of queries gets must not depend on what is computed beside it, or a prefix hit would differ from a cold run in
 the last bits. Torch's CPU kernel (``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``) walks K and V in strides of 512
@@ -10,9 +10,10 @@ may be used, which is faster: `plan` takes the ones that `kvtier.engine.exactnes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -90,21 +91,42 @@ class AttentionPlan:
     calls: tuple[_Prefill | _Decode, ...]
 
 
+class StepPlan(Protocol):
+    """What a backend's ``plan`` gives its ``attend``, as far as `write` looks at it."""
+
+    @property
+    def written(self) -> torch.Tensor:
+        """Token rows that K and V of every new token go to, by layer: ``[layers, 2 * tokens]``, K and V in turn."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A module with this one's three functions; its plans are its own."""
+
+    def plan(self, chunks: Sequence[Chunk], kv: torch.Tensor, heads: int, tails: Sequence[int] = ..., /) -> Any: ...  # noqa: ANN401 - opaque
+    def write(self, kv: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.Tensor, step: Any, /) -> None: ...  # noqa: ANN401 - opaque
+    def attend(self, queries: torch.Tensor, kv: torch.Tensor, layer: int, step: Any, /) -> torch.Tensor: ...  # noqa: ANN401 - opaque
+
+
 def plan(chunks: Sequence[Chunk], kv: torch.Tensor, heads: int, tails: Sequence[int] = (STRIDE,)) -> AttentionPlan:
     """Prepare one step over ``kv`` ``[slot, layer, 2, token, kv_head, head_dim]`` and zero the unused ends of new blocks.
 
     ``heads`` counts the query heads; ``tails`` are the lengths a last stride may be padded to, rising and up to `STRIDE`.
     """
-    layers, block_tokens = kv.shape[1], kv.shape[3]
-    written: list[int] = []
     for chunk in chunks:
-        last, used = divmod(chunk.end, block_tokens)
-        if used and chunk.start <= last * block_tokens:
+        last, used = divmod(chunk.end, kv.shape[3])
+        if used and chunk.start <= last * kv.shape[3]:
             # Stale values there are masked, but infinities among them would still turn sums into NaN.
             kv[chunk.slots[last], :, :, used:] = 0
-        for position in range(chunk.start, chunk.end):
-            block, offset = divmod(position, block_tokens)
-            written.append(chunk.slots[block] * layers * 2 * block_tokens + offset)
+    with (
+        contextlib.nullcontext() if kv.device.type == "cpu" else kv.device
+    ):  # a device's context costs every call a little
+        return AttentionPlan(token_rows(chunks, kv), _calls(chunks, kv, heads, tails))
+
+
+def _calls(
+    chunks: Sequence[Chunk], kv: torch.Tensor, heads: int, tails: Sequence[int]
+) -> tuple[_Prefill | _Decode, ...]:
     calls: list[_Prefill | _Decode] = []
     single: list[tuple[int, Chunk]] = []
     first = 0
@@ -115,12 +137,23 @@ def plan(chunks: Sequence[Chunk], kv: torch.Tensor, heads: int, tails: Sequence[
             calls.append(_prefill(chunk, first, kv, heads // kv.shape[4], tails))
         first += len(chunk.tokens)
     calls.extend(_decode(some, kv, tails) for some in _batches(single, kv, tails))
-    keys = torch.tensor(written)
+    return tuple(calls)
+
+
+def token_rows(chunks: Sequence[Chunk], kv: torch.Tensor) -> torch.Tensor:
+    """Rows of ``kv``, seen as rows of one token, that K and V of every new token go to, ``[layers, 2 * tokens]``, in turn."""
+    layers, block_tokens = kv.shape[1], kv.shape[3]
+    written: list[int] = []
+    for chunk in chunks:
+        for position in range(chunk.start, chunk.end):
+            block, offset = divmod(position, block_tokens)
+            written.append(chunk.slots[block] * layers * 2 * block_tokens + offset)
+    keys = torch.tensor(written, device=kv.device)
     pairs = torch.stack((keys, keys + block_tokens), dim=1).flatten()
-    return AttentionPlan(_by_layer(pairs, layers, 2 * block_tokens), tuple(calls))
+    return _by_layer(pairs, layers, 2 * block_tokens)
 
 
-def write(kv: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.Tensor, step: AttentionPlan) -> None:
+def write(kv: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.Tensor, step: StepPlan) -> None:
     """Put the step's new K and V (``[tokens, kv_heads, head_dim]``) into their slots, rounded to the dtype of ``kv``.
 
     Rows beyond the step's tokens are left out.
@@ -136,7 +169,7 @@ def attend(queries: torch.Tensor, kv: torch.Tensor, layer: int, step: AttentionP
     ``queries`` is float32 ``[tokens, heads, head_dim]``, and so is what comes back; rows beyond the step's tokens give zeros.
     The new tokens' own K and V must have been written. Sums are float32, scores scaled by ``head_dim ** -0.5``.
     """
-    out = torch.zeros(queries.shape)
+    out = torch.zeros(queries.shape, device=queries.device)
     for call in step.calls:
         keys, values = _gathered(kv, call.blocks[layer], len(call.queries) if isinstance(call, _Decode) else 1)
         if isinstance(call, _Prefill):
@@ -193,7 +226,7 @@ def _mask(last: torch.Tensor, width: int) -> torch.Tensor:
 
 def _by_layer(rows: torch.Tensor, layers: int, step: int) -> torch.Tensor:
     """Row numbers of layer 0 for all layers, ``[layers, rows]``, where ``step`` rows lie between one layer and the next."""
-    return rows + torch.arange(0, layers * step, step).unsqueeze(1)
+    return rows + torch.arange(0, layers * step, step, device=rows.device).unsqueeze(1)
 
 
 def _blocks(chunks: Sequence[Chunk], width: int, kv: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ __all__ = [
     "Verify",
     "WriteMode",
     "add_arguments",
+    "environment_secret",
     "redis_url",
     "requires_all",
     "resolve",
@@ -430,6 +431,14 @@ def redis_url(environ: Mapping[str, str] | None = None) -> TierUrl | None:
     """The Redis that demo and benchmarks are to use (``KVTIER_REDIS_URL``); None: they start their own."""
     text = (os.environ if environ is None else environ).get(PREFIX + "REDIS_URL")
     return TierUrl.parse(text) if text else None
+
+
+def environment_secret(variable: str, environ: Mapping[str, str] | None = None) -> bytes:
+    """A secret that stands in a variable which a flag names. Raises ``ConfigError`` where it is not set."""
+    text = (os.environ if environ is None else environ).get(variable)
+    if text is None:
+        raise ConfigError(f"environment: {variable} is not set")
+    return text.encode()
 
 
 def requires_all(environ: Mapping[str, str] | None = None) -> bool:

@@ -25,7 +25,15 @@ from kvtier.codec.frame import HEADER_BYTES, FrameHeader
 from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
 from kvtier.key import Address, address
 from kvtier.quantity import Bytes, rounded_bytes
-from kvtier.storage_backends.nvme_directory import DATABASE, file_name, held_bytes, stride_of, taken
+from kvtier.storage_backends.nvme_directory import (
+    DATABASE,
+    SHARE,
+    file_name,
+    fullest_payload,
+    held_bytes,
+    stride_of,
+    taken,
+)
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
 from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal, nowhere
 from kvtier.url import TierUrl
@@ -85,7 +93,8 @@ class NvmeMedium(PersistentSlotMedium):
     header_bytes = PAGE_BYTES
     journal: NvmeJournal
 
-    def __init__(self, directory: Path, slot_bytes: int, params: Params) -> None:
+    def __init__(self, directory: Path, slot_bytes: int, params: Params, advice: str = SHARE) -> None:
+        """``advice``: what to do where another process has the directory."""
         self.at: Callable[[str], None] = nowhere
         self.slot_bytes = slot_bytes
         self._directory = directory
@@ -101,7 +110,7 @@ class NvmeMedium(PersistentSlotMedium):
         self._lock = threading.Lock()
         self._extents_lock = threading.Lock()
         self._closed = False
-        self._lock_file = taken(directory)
+        self._lock_file = taken(directory, advice)
         try:
             self._check_disk()
             self._file = SlotFile(directory / file_name(self._active.stride), self._active.stride, direct=params.direct)
@@ -121,8 +130,10 @@ class NvmeMedium(PersistentSlotMedium):
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> NvmeMedium:
         if not location.path or location.host:
             raise ConfigError(f"{location}: name a directory, with three slashes: nvme:///var/cache/kvtier")
+        directory = Path(location.path)
         try:
-            return cls(Path(location.path), context.slot_bytes, params)
+            slot_bytes = context.slot_bytes or fullest_payload(directory)
+            return cls(directory, slot_bytes, params, context.advice or SHARE)
         except OSError as error:
             raise ConfigError(f"{location}: {error.strerror or error} ({error.filename or location.path})") from error
 

@@ -58,7 +58,14 @@ def locked(directory: Path, advice: str = SHARE) -> int:
     return lock
 
 
-def taken(directory: Path) -> int:
+def fullest_payload(directory: Path) -> int:
+    """Payload bytes of the size class that has the most on the disk; one page where there is none."""
+    files = directory.iterdir() if directory.is_dir() else ()
+    held = [(path.stat().st_blocks, stride) for path in files if (stride := stride_of(path.name)) is not None]
+    return max(held)[1] - PAGE_BYTES if held else PAGE_BYTES
+
+
+def taken(directory: Path, advice: str = SHARE) -> int:
     """Make the directory where it is not there, and lock it. Refuses one that holds other people's files."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"nvme://{directory}: is a file; give it a directory of its own")
@@ -69,7 +76,7 @@ def taken(directory: Path) -> int:
             f"nvme tier {directory}: holds what is not kvtier's ({foreign[0]}); give it a directory of its own"
         )
     directory.chmod(0o700)
-    return locked(directory)
+    return locked(directory, advice)
 
 
 def held_bytes(directory: Path) -> int:

@@ -281,7 +281,9 @@ class MediumContext:
     """What a medium is told besides its own URL."""
 
     slot_bytes: int
-    """Payload bytes of one block."""
+    """Payload bytes of one block; 0 where nobody has a block: a medium that has kept some then goes by those."""
+    advice: str | None = None
+    """What to tell a person where another process has the medium to itself; None: what the medium says of itself."""
 
 
 class MediumFactory(Protocol):

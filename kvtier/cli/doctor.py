@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from urllib.parse import urlsplit
+from contextlib import contextmanager
 
 from kvtier.abc.audit import Progress
+from kvtier.cli.ask import add_server_arguments, asked
 from kvtier.cli.main import FAULT
 from kvtier.config import add_arguments as add_settings
 from kvtier.config import resolve
@@ -23,7 +21,6 @@ from kvtier.store.audit import Audited, audit_tier
 CLEAN, FOUND = 0, 1
 SHOWN_EVERY = 0.1
 """Seconds between two looks at the progress bar."""
-ANSWER_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--most", type=int, default=1_000_000, metavar="N", help="names of a Redis to look at (default: %(default)s)"
     )
-    server = parser.add_mutually_exclusive_group()
-    server.add_argument("--url", dest="server_url", metavar="URL", help="ask a running server on this host instead")
-    server.add_argument("--uds", dest="server_uds", metavar="PATH", help="the same, over the server's Unix socket")
+    add_server_arguments(parser)
     add_settings(parser)
 
 
@@ -126,21 +121,9 @@ def _shown_progress(what: str) -> Iterator[Progress]:
 def _asked(args: argparse.Namespace) -> int:
     """What a running server says of its own memory."""
     where = args.server_uds or args.server_url
-    try:
-        with closing(_connection(args)) as connection:
-            connection.request("POST", "/admin/audit", body=b"{}", headers={"content-type": "application/json"})
-            answer = connection.getresponse()
-            body = answer.read(1 << 20)
-    except (OSError, http.client.HTTPException) as failed:
-        raise ConfigError(f"{where}: no answer ({failed or type(failed).__name__})") from failed
-    try:
-        found = json.loads(body)["findings"] if answer.status == http.client.OK else None
-    except (ValueError, KeyError, TypeError):
-        found = None
+    found = asked(args, "/admin/audit", {}, "findings", "audit")["findings"]
     if not isinstance(found, list):
-        raise ConfigError(
-            f"{where}: answered {answer.status} and no audit; only a kvtier server does, asked over loopback or its Unix socket"
-        )
+        raise ConfigError(f"{where}: its findings are no list")
     if args.json:
         print(json.dumps({"server": where, "findings": found}, indent=2))
     else:
@@ -148,26 +131,3 @@ def _asked(args: argparse.Namespace) -> int:
         for each in found:
             print(f"  {each}")
     return FOUND if found else CLEAN
-
-
-def _connection(args: argparse.Namespace) -> http.client.HTTPConnection:
-    if args.server_uds is not None:
-        return _UnixConnection(args.server_uds)
-    url = urlsplit(args.server_url if "://" in args.server_url else f"http://{args.server_url}")
-    if url.scheme != "http" or not url.hostname:
-        raise ConfigError(f"{args.server_url}: give the server's address, such as http://127.0.0.1:8000")
-    try:
-        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=ANSWER_SECONDS)
-    except ValueError as wrong:
-        raise ConfigError(f"{args.server_url}: {wrong}") from wrong
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=ANSWER_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)

@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "answer the OpenAI API over HTTP, with the configured tiers below",
     "stress": "run an engine over real tiers while everything around it fails, and give one verdict",
     "doctor": "compare what the tiers' indexes say with what is there, and mend it with --fix",
+    "clear": "put blocks of a model, tenant, adapter or tier out of reach at once",
     "config": "show the effective settings and where each came from",
 }
 """Subcommand -> its line in ``kvtier --help``."""

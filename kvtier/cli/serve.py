@@ -148,6 +148,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
         assembly.engine.config.exact,
         tiers=assembly.tiers,
         audit=assembly.audit,
+        clear=None if assembly.store is None else assembly.store.clear,
         metrics=assembly.render_metrics,
         shutdown_seconds=0,  # the grace is over when the application is told to end
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtier.abc.store import Selection
 from kvtier.engine.sampler import SamplingParams
 from kvtier.errors import RequestError
 
@@ -183,6 +184,34 @@ def parse(kind: type[B], raw: bytes) -> B:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:
         raise _named(error, body) from None
+
+
+class _ClearBody(BaseModel):
+    """``POST /admin/clear``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tenant: str | None = None
+    """Tenant id, 32 hexadecimal digits: never the secret."""
+    adapter: str | None = None
+    tier: str | None = None
+
+
+def parse_clear(raw: bytes) -> tuple[Selection, str | None]:
+    """What a clear is about, and the tier that is to be emptied. Raises `RequestError`."""
+    try:
+        body = _ClearBody.model_validate_json(raw)
+        tenant = None if body.tenant is None else bytes.fromhex(body.tenant)
+        what = Selection(body.model, tenant, body.adapter)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+    except ValueError as error:
+        raise RequestError(f"tenant: {error}") from None
+    if body.tier is not None and what != Selection():
+        raise RequestError("tier empties a whole tier; it cannot be combined with model, tenant or adapter")
+    return what, body.tier
 
 
 def _without_nulls(message: object) -> object:

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,9 +18,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvtier.abc.store import Cleared, Selection
 from kvtier.engine.answer import Answer, ChatAnswer, TextAnswer
 from kvtier.engine.async_engine import AsyncEngine
-from kvtier.engine.protocol import Body, ChatBody, CompletionBody, ParameterError, parse
+from kvtier.engine.protocol import Body, ChatBody, CompletionBody, ParameterError, parse, parse_clear
 from kvtier.engine.request import FinishReason, Request
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import RequestError
@@ -41,6 +42,8 @@ class Served:
     """Tier name to ``ok`` or ``degraded: <why>``, as of now."""
     audit: Callable[[], Sequence[str]] = tuple
     """Faults of what is held in memory, in words, as of now."""
+    clear: Callable[[Selection, str | None], Cleared] | None = None
+    """Clears selected scopes, or one tier; None where no tier is below."""
     metrics: Callable[[], bytes] = bytes
     """The Prometheus text, as of now."""
     shutdown_seconds: float = 10.0
@@ -68,6 +71,7 @@ def make_app(engine: AsyncEngine, served: Served) -> Starlette:
             Route("/health", server.health),
             Route("/metrics", server.metrics),
             Route("/admin/audit", server.audit, methods=["POST"]),
+            Route("/admin/clear", server.clear, methods=["POST"]),
         ],
         exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _internal_error},
         lifespan=lifespan,
@@ -120,6 +124,14 @@ class _Server:
         _check_local(http)
         await _read(http)
         return JSONResponse({"findings": list(await asyncio.to_thread(self._served.audit))})
+
+    async def clear(self, http: HttpRequest) -> Response:
+        _check_local(http)
+        what, tier = parse_clear(await _read(http))
+        if self._served.clear is None:
+            raise RequestError("no tier is configured here: there is nothing below HBM to clear")
+        cleared = await asyncio.to_thread(self._served.clear, what, tier)
+        return JSONResponse(asdict(cleared))
 
     def _card(self) -> dict[str, object]:
         length = self._engine.engine.max_length
@@ -174,14 +186,21 @@ _NO_STORE = {"cache-control": "no-store"}
 
 
 def _check_local(http: HttpRequest) -> None:
-    """What only a person on this machine may ask: over loopback or a Unix socket, which has no address."""
+    """What only a person on this machine may ask: over loopback or a Unix socket, which has no address.
+
+    Not through a proxy, which is on this machine while who asks is not, and not by a name that a web page made ours.
+    """
     host = http.client.host if http.client is not None else ""
-    try:
-        local = not host or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
+    forwarded = any(name in http.headers for name in ("forwarded", "x-forwarded-for", "via"))
+    if forwarded or (host and not (_is_loopback(host) and _is_loopback(http.url.hostname or ""))):
         raise HTTPException(404, "Not Found")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _read(http: HttpRequest) -> bytes:

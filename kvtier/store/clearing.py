@@ -191,6 +191,13 @@ class Clearing:
         with self._lock:
             return sum(count for lot, count in self._arena.headers.lots().items() if self.stale(lot))
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing that can be reached is left of what was cleared."""
+        changes = self.epochs.changes
+        usable = [self._places[tier.name] for tier in self._tiers if tier.usable]
+        return self._swept == changes and not any(place.dirty or place.swept != changes for place in usable)
+
     def keep(self) -> None:
         """A step of the upkeep: tell tiers what they lack, ask those that others share, remove what is out of reach."""
         for tier in self._tiers:

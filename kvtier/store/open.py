@@ -109,6 +109,39 @@ def open_store(
         raise
 
 
+def open_at_rest(tiers: Sequence[TierUrl], advice: str) -> TieredStore:
+    """The tiers that outlive their process, for one who has no engine: they can be looked at and cleared.
+
+    No thread runs: whoever calls ``keep`` has to run what it queues (``workers`` of the tiers). A directory that a process
+    holds is a ``ConfigError`` that gives ``advice``.
+    """
+    plans = [plan for plan in map(plan_tier, tiers) if plan.url.scheme != DRAM]
+    metrics, lock = Metrics(), threading.Lock()
+    opened: list[Medium] = []
+    lower: list[LowerTier] = []
+    try:
+        for plan, name in zip(plans, _names(plans), strict=True):
+            opened.append(plan.open(MediumContext(slot_bytes=0, advice=advice)))
+            lower.append(_lower_tier(name, plan, opened[-1], Workers(name, 0), metrics, lock))
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
+    block_bytes = max((medium.slot_bytes for medium in opened if isinstance(medium, SlotMedium)), default=1)
+    dram = plan_tier(TierUrl(DRAM, params={"capacity": "4KiB", "prefault": "false"})).open(MediumContext(slot_bytes=1))
+    assert isinstance(dram, SlotMedium), "dram:// is slot-addressed"
+    return TieredStore(
+        Geometry(Shard(), bytes(16), block_bytes, 1),
+        Arena(dram, LruPolicy(dram.slots)),
+        metrics.tier(DRAM),
+        lower,
+        Workers(DRAM, 0),
+        OpenGate(),
+        lock,
+        keeper=False,
+    )
+
+
 def _check(plans: Sequence[TierPlan]) -> None:
     schemes = [plan.url.scheme for plan in plans]
     if not plans or schemes[0] != DRAM or DRAM in schemes[1:]:

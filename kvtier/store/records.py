@@ -155,4 +155,6 @@ class Scopes:
             ours = {digest: record.text() for digest, record in self._records.items()}
         found = [fields_of(text) for text in {**dict(texts), **ours}.values()]
         chosen = [fields for fields in found if fields is not None and selects(what, fields)]
-        return sorted(chosen, key=lambda fields: [str(fields.get(name) or "") for name in ("model", "tenant", "adapter")])
+        return sorted(
+            chosen, key=lambda fields: [str(fields.get(name) or "") for name in ("model", "tenant", "adapter")]
+        )

@@ -376,6 +376,18 @@ class TieredStore(Store):
     def clear(self, what: Selection, tier: str | None = None) -> Cleared:
         return self._clearing.clear(what, tier)
 
+    def reclaim(self, timeout: float) -> bool:
+        """Remove what has been cleared before this returns, running queued jobs in this thread; whether all of it went.
+
+        For a store without threads of its own.
+        """
+        end = time.monotonic() + timeout
+        while not self._clearing.finished and time.monotonic() < end:
+            self._clearing.keep()
+            while any(each.run_one() for each in (self._workers, *(tier.workers for tier in self._tiers))):
+                pass
+        return self._clearing.finished
+
     def empty(self, tier: str) -> int:
         """Take out of one tier every block that nobody holds; how many. Other tiers keep theirs. Blocks on the device's I/O.
 

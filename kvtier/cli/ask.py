@@ -1,0 +1,74 @@
+"""Asking a running server of this machine, over loopback or its Unix socket."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+from contextlib import closing
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtier.errors import ConfigError
+
+ANSWER_SECONDS = 60.0
+_MOST_BYTES = 1 << 20
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--url", dest="server_url", metavar="URL", help="ask a running server on this host instead")
+    server.add_argument("--uds", dest="server_uds", metavar="PATH", help="the same, over the server's Unix socket")
+
+
+def asked(args: argparse.Namespace, path: str, body: object, expected: str, what: str) -> dict[str, Any]:
+    """POST ``body`` to the server that ``--url`` or ``--uds`` names: its answer, a JSON object that has ``expected``.
+
+    Raises ``ConfigError`` where it does not answer, or refuses, or is no server that gives a ``what``.
+    """
+    where = args.server_uds or args.server_url
+    try:
+        with closing(_connection(args)) as connection:
+            raw = json.dumps(body).encode()
+            connection.request("POST", path, body=raw, headers={"content-type": "application/json"})
+            answer = connection.getresponse()
+            came = answer.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException) as failed:
+        raise ConfigError(f"{where}: no answer ({failed or type(failed).__name__})") from failed
+    try:
+        found = json.loads(came)
+        refusal = found["error"]["message"] if answer.status == http.client.BAD_REQUEST else None
+    except (ValueError, KeyError, TypeError):
+        found = refusal = None
+    if refusal is not None:
+        raise ConfigError(f"{where}: {refusal}")
+    if answer.status != http.client.OK or not isinstance(found, dict) or expected not in found:
+        raise ConfigError(
+            f"{where}: answered {answer.status} and no {what}; "
+            "only a kvtier server does, asked over loopback or its Unix socket"
+        )
+    return found
+
+
+def _connection(args: argparse.Namespace) -> http.client.HTTPConnection:
+    if args.server_uds is not None:
+        return _UnixConnection(args.server_uds)
+    url = urlsplit(args.server_url if "://" in args.server_url else f"http://{args.server_url}")
+    if url.scheme != "http" or not url.hostname:
+        raise ConfigError(f"{args.server_url}: give the server's address, such as http://127.0.0.1:8000")
+    try:
+        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=ANSWER_SECONDS)
+    except ValueError as wrong:
+        raise ConfigError(f"{args.server_url}: {wrong}") from wrong
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)

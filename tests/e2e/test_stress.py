@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.stress import FAULTS, Run, chosen, make_plan
+from kvtier.cli.stress import FAULTS, chosen
+from kvtier.cli.stress_plan import NVME_BYTES, make_plan
+from kvtier.cli.stress_run import Run
 from kvtier.errors import ConfigError
 
 from .support import environment, valkey
@@ -23,7 +25,7 @@ def test_everything_may_fail_and_every_answer_is_right(tmp_path: Path) -> None:
     print(f"seed {seed}")
     verdict = tmp_path / "verdict.json"
     done = subprocess.run(
-        [sys.executable, "-m", "kvtier", "stress", "--minutes=0.3", f"--seed={seed}", f"--json={verdict}"],
+        [sys.executable, "-m", "kvtier", "stress", "--minutes=0.2", f"--seed={seed}", f"--json={verdict}"],
         capture_output=True,
         text=True,
         timeout=280,
@@ -43,7 +45,7 @@ def test_one_wrong_answer_is_a_failure(tmp_path: Path) -> None:
         raw = json.loads((tmp_path / "plan.json").read_text())
         raw["expected"][0][-1] = (plan.expected[0][-1] + 1) % 320
         (tmp_path / "plan.json").write_text(json.dumps(raw))
-        verdict = Run(tmp_path, server, [], 7, lambda text: None).go(0.1)
+        verdict = Run(tmp_path, server, [], 7, NVME_BYTES, lambda text: None).go(0.05)
     assert not verdict.passed
     assert any(text.startswith("prompt 0 ") for text in verdict.wrong), verdict
 

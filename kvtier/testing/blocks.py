@@ -19,9 +19,11 @@ SHARD = Shard()
 GEOMETRY = Geometry(SHARD, LAYOUT.fingerprint(), LAYOUT.block_bytes, LAYOUT.block_tokens)
 
 
-def span(tokens: Sequence[int], *, salt: str | None = None, identity: Identity = IDENTITY) -> Span:
-    """The whole blocks of a prompt, from depth 0."""
-    scope = Scope(salt=salt)
+def span(
+    tokens: Sequence[int], *, salt: str | None = None, identity: Identity = IDENTITY, scope: Scope | None = None
+) -> Span:
+    """The whole blocks of a prompt, from depth 0; ``scope`` in place of a salt."""
+    scope = scope or Scope(salt=salt)
     root = root_key(identity, scope)
     origin = Origin.of(identity.digest(), scope)
     return Span(origin, root, 0, tuple(chain_keys(root, list(tokens), LAYOUT.block_tokens)))

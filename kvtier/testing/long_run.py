@@ -17,8 +17,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvtier.abc.store import Selection
 from kvtier.key import Span
-from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle, prompt
+from kvtier.testing.blocks import IDENTITY
+from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle
 from kvtier.testing.rig import Mishap, Rig, drawn_rig
 
 SHARE_BETWEEN = 0.2
@@ -48,15 +50,18 @@ class LongRun:
         self._inside = 0
         self.oracle = self._fresh()
         rng = self._rng
-        self._verbs: list[tuple[int, str, Callable[[Oracle], None]]] = [
+        self._verbs: list[tuple[float, str, Callable[[Oracle], None]]] = [
             (8, "save", lambda oracle: oracle.save(self._prompt())),
-            (1, "fill", lambda oracle: oracle.fill(rng.randrange(1, 20))),
+            (2, "fill", lambda oracle: oracle.fill(rng.randrange(1, 20))),
             (8, "match", self._match),
             (3, "ask again", lambda oracle: oracle.ask_again(self._any())),
-            (8, "load", lambda oracle: oracle.load(self._any(), rng.choice([1, MOST_BLOCKS, MOST_BLOCKS]))),
+            (10, "load", lambda oracle: oracle.load(self._any(), rng.choice([1, MOST_BLOCKS, MOST_BLOCKS]))),
             (1, "give up", lambda oracle: oracle.give_up(self._any(), by_name=rng.random() < 0.5)),
             (2, "take back", lambda oracle: oracle.take_back(self._any())),
-            (2, "drop", lambda oracle: oracle.drop(self._prompt())),
+            (1, "drop", lambda oracle: oracle.drop(self._prompt())),
+            (1, "drop asked", lambda oracle: oracle.drop_asked(self._any(), self._any())),
+            (1, "save asked", lambda oracle: oracle.save_asked(self._any())),
+            (0.1, "clear", self._clear),
             (1, "prefetch", lambda oracle: oracle.prefetch(self._prompt())),
             (25, "turn", lambda oracle: oracle.turn(rng.randrange, rng.choice([1, 1, 5, 20]))),
             (3, "wait", lambda oracle: oracle.wait(rng.choice([0.1, 1.0, 3.0]))),
@@ -86,7 +91,7 @@ class LongRun:
 
     def _one(self) -> None:
         rng, oracle = self._rng, self.oracle
-        if rng.random() < self._faults:
+        if self.faults < self._faults * self.done and rng.random() < 0.5:  # verbs in between count as well
             self.faults += 1
             self._fault()
         elif rng.random() < 0.05:
@@ -140,8 +145,15 @@ class LongRun:
         start = rng.choice([0, 0, rng.randrange(len(keys) + 1)])
         oracle.match(keys, start, load=rng.random() > 0.05)
 
+    def _clear(self, oracle: Oracle) -> None:
+        rng = self._rng
+        if rng.random() < 0.3:
+            oracle.clear_tier(rng.choice(["dram", *oracle.rig.lasting]))
+        else:
+            oracle.clear(Selection(model=rng.choice([None, IDENTITY.model]), tenant=rng.choice([None, bytes(16)])))
+
     def _prompt(self) -> Span:
-        return prompt(self._rng.randrange(PROMPTS), self._rng.randrange(1, MOST_BLOCKS + 1))
+        return self.oracle.prompt(self._rng.randrange(PROMPTS), self._rng.randrange(1, MOST_BLOCKS + 1))
 
     def _any(self) -> int:
         return self._rng.randrange(1 << 16)
@@ -153,7 +165,7 @@ class LongRun:
         lines = [
             f"operations    {self.done}",
             f"faults        {self.faults} ordered, of which befell: {happened}",
-            f"restarts      {seen['restarts']}, kills {seen['kills']}, rigs {self._rigs}",
+            f"restarts      {seen['restarts']}, kills {seen['kills']}, clears {seen['clears']}, rigs {self._rigs}",
             f"blocks saved  {seen['saved']}, and {seen['not saved']} not",
             f"blocks loaded {seen['loaded']}, and {seen['not loaded']} not",
             f"wrong bytes   {seen['wrong']}",

@@ -19,13 +19,13 @@ from typing import TypeAlias
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.key import Span
-from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle, prompt
+from kvtier.abc.store import Selection
+from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle
 from kvtier.testing.rig import Mishap, Rig
 
 Verb: TypeAlias = Callable[[Oracle], None]
 
-_prompts = st.builds(prompt, st.integers(0, PROMPTS - 1), st.integers(1, MOST_BLOCKS))
+_prompts = st.tuples(st.integers(0, PROMPTS - 1), st.integers(1, MOST_BLOCKS))
 _which = st.integers(0, 20)
 _choices = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -39,12 +39,12 @@ def _chosen(numbers: list[int]) -> Callable[[int], int]:
 def _verbs() -> st.SearchStrategy[Verb]:
     """What another thread may do in the middle of a transfer."""
     return st.one_of(
-        st.builds(lambda keys: lambda oracle: oracle.save(keys), _prompts),
-        st.builds(lambda keys: lambda oracle: oracle.match(keys), _prompts),
+        st.builds(lambda asked: lambda oracle: oracle.save(oracle.prompt(*asked)), _prompts),
+        st.builds(lambda asked: lambda oracle: oracle.match(oracle.prompt(*asked)), _prompts),
         st.builds(lambda which: lambda oracle: oracle.load(which, MOST_BLOCKS), _which),
         st.builds(lambda which: lambda oracle: oracle.give_up(which, by_name=True), _which),
         st.builds(lambda which: lambda oracle: oracle.take_back(which), _which),
-        st.builds(lambda keys: lambda oracle: oracle.drop(keys), _prompts),
+        st.builds(lambda which: lambda oracle: oracle.drop_asked(which, which), _which),
         st.builds(lambda numbers: lambda oracle: oracle.turn(_chosen(numbers)), _choices),
         st.just(lambda oracle: oracle.wait(3.0)),
     )
@@ -69,17 +69,17 @@ class StoreMachine(RuleBasedStateMachine):
         if self._between and not self.oracle.rig.dead:
             self._between.pop()(self.oracle)
 
-    @rule(keys=_prompts)
-    def save(self, keys: Span) -> None:
-        self.oracle.save(keys)
+    @rule(asked=_prompts)
+    def save(self, asked: tuple[int, int]) -> None:
+        self.oracle.save(self.oracle.prompt(*asked))
 
     @rule(blocks=st.integers(1, 32))
     def fill(self, blocks: int) -> None:
         self.oracle.fill(blocks)
 
-    @rule(keys=_prompts, start=st.sampled_from([0, 0, 1, 4, 9]), load=st.sampled_from([True] * 9 + [False]))
-    def match(self, keys: Span, start: int, load: bool) -> None:
-        self.oracle.match(keys, start, load=load)
+    @rule(asked=_prompts, start=st.sampled_from([0, 0, 1, 4, 9]), load=st.sampled_from([True] * 9 + [False]))
+    def match(self, asked: tuple[int, int], start: int, load: bool) -> None:
+        self.oracle.match(self.oracle.prompt(*asked), start, load=load)
 
     @precondition(lambda self: self.oracle.matches)
     @rule(which=_which)
@@ -101,13 +101,32 @@ class StoreMachine(RuleBasedStateMachine):
     def take_back(self, which: int) -> None:
         self.oracle.take_back(which)
 
-    @rule(keys=_prompts)
-    def drop(self, keys: Span) -> None:
-        self.oracle.drop(keys)
+    @rule(asked=_prompts)
+    def drop(self, asked: tuple[int, int]) -> None:
+        self.oracle.drop(self.oracle.prompt(*asked))
 
-    @rule(keys=_prompts)
-    def prefetch(self, keys: Span) -> None:
-        self.oracle.prefetch(keys)
+    @precondition(lambda self: self.oracle.matches)
+    @rule(which=_which)
+    def save_asked(self, which: int) -> None:
+        self.oracle.save_asked(which)
+
+    @rule(tenant=st.sampled_from([None, bytes(16)]))
+    def clear(self, tenant: bytes | None) -> None:
+        self.oracle.clear(Selection(tenant=tenant))
+
+    @rule(which=_which)
+    def clear_tier(self, which: int) -> None:
+        names = ["dram", *self.oracle.rig.lasting]
+        self.oracle.clear_tier(names[which % len(names)])
+
+    @precondition(lambda self: self.oracle.matches)
+    @rule(which=_which, first=st.integers(0, MOST_BLOCKS))
+    def drop_asked(self, which: int, first: int) -> None:
+        self.oracle.drop_asked(which, first)
+
+    @rule(asked=_prompts)
+    def prefetch(self, asked: tuple[int, int]) -> None:
+        self.oracle.prefetch(self.oracle.prompt(*asked))
 
     @rule(numbers=_choices)
     def turn_one(self, numbers: list[int]) -> None:

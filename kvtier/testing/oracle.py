@@ -4,7 +4,7 @@ Whoever drives it (a Hypothesis state machine, a long random run) chooses the ve
 asserted of any store, whatever fails meanwhile:
 
 - a load that says DONE gives the bytes that the model has, and nothing writes to a buffer after its transfer has ended;
-- nothing is found that was never saved, nor what was dropped and has not been saved since;
+- nothing is found that was never saved, nor what was dropped and has not been saved since, nor what was cleared;
 - ``check_integrity`` is empty, and the slots of every pool add up;
 - at rest nothing is held, nothing is being written, and the store still works.
 """
@@ -13,34 +13,26 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvtier.abc.store import Found, Match, Reason, SlotRange, Transfer
+from kvtier.abc.store import Found, Match, Reason, Selection, SlotRange, Transfer
 from kvtier.codec.frame import ByteArray
-from kvtier.key import Address, Span, address
-from kvtier.testing.blocks import LAYOUT, SHARD, EngineMemory, chain, content, filled, span
+from kvtier.key import Address, Origin, Scope, Span, address
+from kvtier.testing.blocks import LAYOUT, SHARD, EngineMemory, content, filled, span
 from kvtier.testing.rig import Mishap, Rig
 
 BRANCH_AT = 4
 """Blocks that two neighbouring prompts share."""
 MOST_BLOCKS = 9
-PROMPTS = 6
+PROMPTS = 10
 _FRESH = 1 << 20
 """Chains from this number on are nobody's prompts."""
 _REUSED = 0xEE
 """What the engine writes over slots that it may use again."""
 _ROUNDS = 40
 """Rounds of upkeep in which a store has to come to rest."""
-
-
-def prompt(number: int, blocks: int) -> Span:
-    """The first blocks of a prompt; prompt 2k + 1 branches off prompt 2k."""
-    size = LAYOUT.block_tokens
-    head = [number // 2, *range(1, size * BRANCH_AT)]
-    tail = (1000 * (number % 2) + token for token in range(size * (MOST_BLOCKS - BRANCH_AT)))
-    return span([*head, *tail][: size * blocks])
 
 
 def _in_order(count: int) -> int:
@@ -82,23 +74,42 @@ class Oracle:
     matches: dict[str, tuple[Match, int]] = field(default_factory=dict)
     loads: list[_Moving] = field(default_factory=list)
     saves: list[_Moving] = field(default_factory=list)
+    cleared: dict[Address, int] = field(default_factory=dict)
+    """Address to the time at which it was cleared."""
+    _doubtful: set[Address] = field(default_factory=set)
+    """Cleared while no tier that outlives the process could be told."""
+    _origins: dict[Address, Origin] = field(default_factory=dict)
     _reused: deque[EngineMemory] = field(default_factory=lambda: deque(maxlen=8))
     _time: int = 0
     _requests: int = 0
+
+    def prompt(self, number: int, blocks: int) -> Span:
+        """The first blocks of a prompt, of today's epoch; prompt 2k + 1 branches off prompt 2k. Some have a tenant."""
+        scope = Scope(tenant=b"a secret" if number % 4 > 1 else None)
+        epoch = self.rig.store.epoch(scope.tenant_id)
+        size = LAYOUT.block_tokens
+        head = [number // 2, *range(1, size * BRANCH_AT)]
+        tail = (1000 * (number % 2) + token for token in range(size * (MOST_BLOCKS - BRANCH_AT)))
+        return span([*head, *tail][: size * blocks], scope=replace(scope, epoch=epoch))
 
     def save(self, keys: Span) -> None:
         memory = EngineMemory(len(keys))
         source = filled(memory, keys)
         for index, name in enumerate(self._names(keys)):
             self.model.setdefault(name, content(keys, index))
+            self._origins[name] = keys.origin
             self.dropped.pop(name, None)
         transfer = self.rig.store.save(keys, source, _Interruption(self.rig))
         self.saves.append(_Moving(transfer, keys, 0, memory))
 
     def fill(self, blocks: int) -> None:
         """Save a chain that nobody asks for."""
+        self.save(self._nobodys(blocks))
+
+    def _nobodys(self, blocks: int) -> Span:
         self._requests += 1
-        self.save(chain(_FRESH + self._requests, blocks))
+        scope = Scope(epoch=self.rig.store.epoch(Scope().tenant_id))
+        return span([_FRESH + self._requests, *range(1, LAYOUT.block_tokens * blocks)], scope=scope)
 
     def match(self, keys: Span, start: int = 0, *, load: bool = True) -> None:
         self._requests += 1
@@ -140,6 +151,35 @@ class Oracle:
         self.dropped.update(dict.fromkeys(self._names(keys), self._time))
         self.rig.store.drop(keys, Reason.CLEARED)
 
+    def save_asked(self, which: int) -> None:
+        """Save what a live match asks for, which may have been cleared meanwhile."""
+        if self.matches:
+            self.save(self._chosen(which)[1][0].span)
+
+    def clear(self, what: Selection) -> None:
+        done = self.rig.store.clear(what)
+        self.seen["clears"] += 1
+        assert done.epoch is not None
+        names = [
+            name
+            for name, origin in self._origins.items()
+            if what.tenant in (None, origin.tenant) and origin.epoch < done.epoch
+        ]
+        self.cleared.update(dict.fromkeys(names, self._time))
+        if all(done.tiers[name].trouble is not None for name in self.rig.lasting):
+            self._doubtful.update(names)
+
+    def clear_tier(self, tier: str) -> None:
+        self.rig.store.clear(Selection(), tier)
+
+    def drop_asked(self, which: int, first: int) -> None:
+        """Drop the rest of what a live match asks for, from block ``first`` on, while it is perhaps on its way."""
+        if self.matches:
+            keys = self._chosen(which)[1][0].span
+            if len(keys):
+                first %= len(keys)
+                self.drop(Span(keys.origin, (keys.parent, *keys.keys)[first], keys.depth + first, keys.keys[first:]))
+
     def prefetch(self, keys: Span) -> None:
         self.rig.store.prefetch(keys)
 
@@ -175,6 +215,8 @@ class Oracle:
                 assert all(one.transfer.done() for one in [*self.loads, *self.saves]), "a transfer outlived its store"
                 self._look()
             self.matches.clear()
+            self.cleared = {name: when for name, when in self.cleared.items() if name not in self._doubtful}
+            self._doubtful.clear()
             self.dropped.clear()  # a delete that was not done before the end is not done after it
 
     def check(self) -> None:
@@ -213,8 +255,7 @@ class Oracle:
         self._works()
 
     def _works(self) -> None:
-        self._requests += 1
-        keys = chain(_FRESH + self._requests, 2)
+        keys = self._nobodys(2)
         self.save(keys)
         self.turn(_in_order, 1000)
         self.match(keys)
@@ -270,6 +311,9 @@ class Oracle:
         for name, block in zip(names, blocks, strict=True):
             if block.found is Found.HIT:
                 assert name in self.model, "a block is found that nobody saved"
+                assert not self.cleared.get(name, since) < since, (
+                    "a block is found that was cleared before it was asked for"
+                )
                 assert not self.dropped.get(name, since) < since, (
                     "a block is found that was dropped before it was asked for"
                 )

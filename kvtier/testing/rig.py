@@ -12,7 +12,7 @@ import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from kvtier.abc.medium import Iovec
@@ -21,7 +21,6 @@ from kvtier.codec.catalogue import codec_named
 from kvtier.config import TierOptions, Verify, WriteMode
 from kvtier.cost import OpenGate
 from kvtier.errors import MediumFull, MediumUnavailable
-from kvtier.key import Address
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.quantity import Bytes
@@ -30,7 +29,7 @@ from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import Arena
 from kvtier.store.store import TieredStore
-from kvtier.testing.blocks import GEOMETRY
+from kvtier.testing.blocks import GEOMETRY, IDENTITY
 from kvtier.testing.faults import Fault, wrapped
 from kvtier.testing.hand import HandTurned, ManualClock
 from kvtier.tier.key import KeyTier
@@ -58,6 +57,8 @@ class Rig(ABC):
     store: Store
     happened: Counter[str]
     """Mishaps that have befallen a call, and flipped bits, by name."""
+    lasting: Collection[str] = ()
+    """Names of the tiers that outlive a restart."""
     meanwhile: Callable[[], None] | None = None
     """Run ahead of every call to a medium, as if another thread had come in between."""
 
@@ -101,6 +102,19 @@ class Rig(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
+
+
+class _Server(MemoryMedium):
+    """A key medium that outlives the stores over it."""
+
+    def close(self) -> None:
+        """A server stays when its client goes."""
+
+    def copy(self) -> _Server:
+        """Another one that holds the same."""
+        made = _Server()
+        vars(made).update({name: dict(held) if isinstance(held, dict) else held for name, held in vars(self).items()})
+        return made
 
 
 class _Chaos(Fault):
@@ -150,6 +164,8 @@ class _Chaos(Fault):
 class TieredRig(Rig):
     """The tiered store over DRAM, an NVMe directory and a key medium."""
 
+    lasting = ("nvme", "shared")
+
     def __init__(
         self,
         directory: Path,
@@ -167,7 +183,7 @@ class TieredRig(Rig):
         self._lives = 0
         self._snapshot: Path | None = None
         self._committed = 0
-        self._values: dict[Address, bytes] = {}
+        self._server = self._left = _Server()
         self._chaos = (_Chaos(self), _Chaos(self))
         directory.mkdir(parents=True, exist_ok=True)
         self._open(directory / "life-0")
@@ -177,8 +193,6 @@ class TieredRig(Rig):
         self.arena = Arena(DramMedium(self._dram, GEOMETRY.block_bytes, prefault=False), LruPolicy(self._dram))
         above = self.hand.add("dram")
         params = NvmeMedium.Params(capacity=Bytes(SMALL_NVME), threads=1, direct=False)
-        self._memory = MemoryMedium()
-        self._memory.values.update(self._values)
         nvme = NvmeMedium(place, GEOMETRY.block_bytes, params)
         self.nvme = SlotTier(
             "nvme",
@@ -194,7 +208,7 @@ class TieredRig(Rig):
         shared = KeyTier(
             "shared",
             TierOptions(self._shared_write),
-            wrapped(self._memory, self._chaos[1]),
+            wrapped(self._server, self._chaos[1]),
             codec_named(self._codec),
             self.hand.add("shared"),
             metrics.tier("shared"),
@@ -212,6 +226,7 @@ class TieredRig(Rig):
             verify=Verify.ALWAYS,
             clock=self.clock,
             keeper=False,
+            identity=IDENTITY,
         )
 
     def run_one(self, choose: Callable[[int], int]) -> bool:
@@ -241,7 +256,7 @@ class TieredRig(Rig):
             assert view is not None
             view[draw(GEOMETRY.block_bytes)] ^= bit
         elif kind == 1:
-            values = self._memory.values
+            values = self._server.values
             if not values:
                 return
             name = list(values)[draw(len(values))]
@@ -276,7 +291,7 @@ class TieredRig(Rig):
             self._lives += 1
             self._snapshot = self._directory / f"life-{self._lives}"
             shutil.copytree(self._place, self._snapshot)
-            self._values = dict(self._memory.values)
+            self._left = self._server.copy()
             self._committed = self.nvme.pool.ready
 
     @property
@@ -288,14 +303,12 @@ class TieredRig(Rig):
         if kill:
             self.snapshot()
         dead, self._snapshot = self._snapshot, None
-        if dead is None:
-            self._values = self._memory.values
-            self._memory.values = dict(self._values)
         self.store.close()
         if dead is None:
             self._open(self._place)
             return True
         shutil.rmtree(self._place)
+        self._server = self._left
         self._open(dead)
         assert self.nvme.pool.ready >= self._committed, (
             f"{self._committed} blocks were committed to NVMe, {self.nvme.pool.ready} are there after the kill"

@@ -35,6 +35,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # where something fails, shrinking it takes minutes
 def test_any_order_of_verbs_transfers_and_faults(tmp_path: Path) -> None:
     """Another seed each time; a failure is shrunk, and prints what repeats it."""
 

@@ -148,6 +148,10 @@ class NvmeJournal(Journal):
             for tenant, identity, adapter, epoch in (origins[origin],)
         ]
 
+    def identities(self) -> set[bytes]:
+        with self._transaction() as database:
+            return {identity for (identity,) in database.execute("SELECT DISTINCT identity FROM origin")}
+
     def commit(self, added: Sequence[Record], removed: Sequence[int]) -> None:
         with self._transaction() as database:
             if removed:

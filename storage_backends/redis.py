@@ -46,6 +46,8 @@ from kvtier.storage_backends.redis_names import (
 from kvtier.storage_backends.redis_wire import Wire, medium_error, translated
 from kvtier.url import TierUrl
 
+__all__ = ["PREFIX", "RedisMedium"]
+
 _KINDS = (b"identity", b"scope")
 """Records that live as long as the values that they explain."""
 _NAMES_PER_COMMAND = 512

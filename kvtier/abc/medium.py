@@ -197,6 +197,10 @@ class Journal(ABC):
         """All rows that survived; rebuilt from header pages where the index was lost or corrupt."""
 
     @abstractmethod
+    def identities(self) -> set[bytes]:
+        """Digests of the identities that have blocks of any size; some that had may be among them."""
+
+    @abstractmethod
     def commit(self, added: Sequence[Record], removed: Sequence[int]) -> None:
         """One transaction: rows of ``removed`` slots go, ``added`` come. On ``MediumError`` nothing changed."""
 

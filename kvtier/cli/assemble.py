@@ -61,6 +61,10 @@ class Assembly:
         """Health by tier."""
         return {"hbm": "ok", **(self.store.health() if self.store is not None else {})}
 
+    def notes(self) -> list[str]:
+        """What the store found worth knowing although nothing is wrong."""
+        return list(self.store.notes()) if self.store is not None else []
+
     def audit(self) -> list[str]:
         """Faults of what the store holds in memory, in words. From any thread."""
         return self.store.check_integrity() if self.store is not None else []

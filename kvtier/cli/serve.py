@@ -147,6 +147,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
         assembly.engine.identity.model,
         assembly.engine.config.exact,
         tiers=assembly.tiers,
+        notes=assembly.notes,
         audit=assembly.audit,
         clear=None if assembly.store is None else assembly.store.clear,
         metrics=assembly.render_metrics,

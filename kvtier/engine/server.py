@@ -40,6 +40,8 @@ class Served:
     """Whether hits are bit-equal to cold runs here, as the self-test found."""
     tiers: Callable[[], Mapping[str, str]] = dict
     """Tier name to ``ok`` or ``degraded: <why>``, as of now."""
+    notes: Callable[[], Sequence[str]] = tuple
+    """What is worth knowing although nothing is wrong, as of now."""
     audit: Callable[[], Sequence[str]] = tuple
     """Faults of what is held in memory, in words, as of now."""
     clear: Callable[[Selection, str | None], Cleared] | None = None
@@ -114,7 +116,13 @@ class _Server:
         fault = self._engine.fault
         worst = self._engine.engine.cache_fault or next((state for state in tiers.values() if state != "ok"), None)
         status = f"error: {fault}" if fault else f"degraded: {worst.removeprefix('degraded: ')}" if worst else "ok"
-        content = {"status": status, "model": self._served.model, "exact": self._served.exact, "tiers": tiers}
+        content = {
+            "status": status,
+            "model": self._served.model,
+            "exact": self._served.exact,
+            "tiers": tiers,
+            "notes": list(self._served.notes()),
+        }
         return JSONResponse(content, 503 if fault else 200)
 
     async def metrics(self, http: HttpRequest) -> Response:

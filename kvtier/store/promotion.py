@@ -39,6 +39,7 @@ from kvtier.transfer.workers import Urgency
 
 if TYPE_CHECKING:
     from kvtier.store.clearing import Clearing
+    from kvtier.store.notice import Notice
 
 BATCH_BYTES = 16 << 20
 """Bytes of one read from a lower tier: large enough for bandwidth, small enough that the first arrive early."""
@@ -96,6 +97,7 @@ class Promoter:
         demoter: Demoter,
         history: History,
         clearing: Clearing,
+        notice: Notice,
         gate: Gate,
         lock: threading.Lock,
         clock: Callable[[], float],
@@ -112,6 +114,7 @@ class Promoter:
         self._demoter = demoter
         self._history = history
         self._clearing = clearing
+        self._notice = notice
         self._gate = gate
         self._lock = lock
         self._clock = clock
@@ -421,6 +424,8 @@ class Promoter:
         match.seconds = self._gate.seconds(DRAM, hits * self._geometry.block_bytes)
         self._history.tell(match.request_id, match.found)
         self._count(match.found)
+        if match.start == 0:
+            self._notice.settled(match.found)
         self._move_line()
 
     def _count(self, blocks: Sequence[BlockFound]) -> None:

@@ -55,22 +55,9 @@ def fields_of(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def first_difference(ours: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[str, object, object] | None:
-    """The first field, in declared order, in which we differ from the nearest of the others: its name, theirs and ours.
-
-    The nearest is the one that differs in the fewest fields. None where there is nobody to differ from.
-    """
-
-    def differing(other: Mapping[str, Any]) -> list[str]:
-        return [name for name in IDENTITY_FIELDS if other.get(name) != ours.get(name)]
-
-    nearest = min(
-        (other for other in others if differing(other)), key=lambda other: len(differing(other)), default=None
-    )
-    if nearest is None:
-        return None
-    name = differing(nearest)[0]
-    return name, nearest.get(name), ours.get(name)
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The fields in which two identities differ, in declared order."""
+    return [name for name in IDENTITY_FIELDS if theirs.get(name) != ours.get(name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from kvtier.store.epochs import Epochs
 from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, LoadTiming
 from kvtier.store.match import TieredMatch, missed
+from kvtier.store.notice import Notice
 from kvtier.store.promotion import DRAM, Promoter
 from kvtier.tier.lower import LowerTier, lot_of
 from kvtier.transfer.copy import load_blocks, save_blocks
@@ -107,8 +108,20 @@ class TieredStore(Store):
         self._clearing = Clearing(
             geometry, arena, dram, tiers, self._demoter, self._history, Epochs(), identity, lock, clock
         )
+        self._notice = Notice(identity, tiers)
         self._promoter = Promoter(
-            geometry, arena, dram, tiers, self._demoter, self._history, self._clearing, gate, lock, clock, deadline
+            geometry,
+            arena,
+            dram,
+            tiers,
+            self._demoter,
+            self._history,
+            self._clearing,
+            self._notice,
+            gate,
+            lock,
+            clock,
+            deadline,
         )
         self._saving: dict[Address, Slot] = {}
         self._loading: dict[int, Sequence[Slot]] = {}
@@ -434,12 +447,20 @@ class TieredStore(Store):
             flush = self._clock() >= self._recency_due
             if flush:
                 self._recency_due = self._clock() + RECENCY_SECONDS
+            strange = self._notice.due
         for tier in self._tiers:
             if not tier.usable:
                 tier.workers.submit(Urgency.PREFETCH, tier.revive)
             if flush and not tier.probes:
                 tier.workers.submit(Urgency.SAVE, partial(tier.refresh, []))
+        if strange:
+            self._look_for_strangers()
         self._clearing.keep()
+
+    def _look_for_strangers(self) -> None:
+        usable = [tier for tier in self._tiers if tier.usable]
+        if usable:
+            usable[0].workers.submit(Urgency.SAVE, self._notice.look)
 
     def _keep_on(self) -> None:
         while not self._closed.wait(KEEP_SECONDS):
@@ -466,6 +487,7 @@ class TieredStore(Store):
             tier.metrics.queued("save", waiting[tier.name])
             tier.metrics.queued("load", arriving[tier.name])
         return {
+            "note": self._notice.text,
             "blocks": counts,
             "waiting": waiting,
             "matches": live,
@@ -482,6 +504,9 @@ class TieredStore(Store):
     def health(self) -> dict[str, str]:
         wrong = {tier.name: tier.degraded or tier.silent for tier in self._tiers}
         return {DRAM: "ok", **{name: "ok" if why is None else f"degraded: {why}" for name, why in wrong.items()}}
+
+    def notes(self) -> Sequence[str]:
+        return [self._notice.text] if self._notice.text is not None else []
 
     def check_integrity(self) -> list[str]:
         with self._lock:

@@ -258,6 +258,10 @@ class _FaultyJournal(Journal):
         self._fault.before("load")
         return self._inner.load()
 
+    def identities(self) -> set[bytes]:
+        self._fault.before("identities")
+        return self._inner.identities()
+
     def commit(self, added: Sequence[Record], removed: Sequence[int]) -> None:
         self._fault.before("commit")
         self._inner.commit(added, removed)

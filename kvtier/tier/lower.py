@@ -93,6 +93,8 @@ class LowerTier(ABC):
         self._lasting: LastingMedium = medium
         self._introduction: tuple[bytes, str] | None = None
         """Our identity's record, until the medium has it."""
+        self._newcomer: bool | None = None
+        """Whether the medium had no record of our identity when our first block came; None: none has come."""
 
     @property
     def medium(self) -> Medium:
@@ -178,8 +180,20 @@ class LowerTier(ABC):
                 self._complain("write", f"{len(outcomes) - done} blocks were not written: {first.detail}")
         return outcomes
 
+    def newcomer(self, identity: bytes, records: Mapping[bytes, str]) -> bool:
+        """Whether the tier had no blocks of our identity before this process put some there; ``records`` are its present ones."""
+        return identity not in records if self._newcomer is None else self._newcomer
+
+    def identities(self) -> set[bytes] | None:
+        """Digests of the identities whose blocks the tier has; None where only a scan could tell."""
+        return None
+
     def _introduce(self) -> None:
-        if self._introduction is not None and self.remember("identity", *self._introduction):
+        if self._introduction is None:
+            return
+        if self._newcomer is None:
+            self._newcomer = self._introduction[0] not in self.records("identity")
+        if self.remember("identity", *self._introduction):
             self._introduction = None
 
     def delete(self, addresses: Sequence[Address]) -> None:

@@ -275,6 +275,10 @@ class SlotTier(LowerTier):
     def _ping(self) -> None:
         self._let_go()
 
+    def identities(self) -> set[bytes]:
+        nobody: set[bytes] = set()
+        return self._guarded("identities", self._slots.journal.identities, nobody)
+
     def clear(self) -> bool:
         entries = self.pool.entries()
         for start in range(0, len(entries), STEP):

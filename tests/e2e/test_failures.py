@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -131,7 +132,10 @@ def test_serve_starts_without_redis_and_uses_it_once_it_is_there(tiny: Tiny, red
         assert len(said) == 1 and "redis" in said[0], server.log
         health = server.health()
         assert str(health["status"]).startswith("degraded: ")
-        assert str(health["tiers"]["redis"]).startswith("degraded: ")  # type: ignore[index]
+        tiers = health["tiers"]
+        assert isinstance(tiers, dict) and tiers["dram"] == tiers["hbm"] == "ok"
+        assert re.fullmatch(r"degraded: redis\+unix://\S+: .*(No such file|refused).*", tiers["redis"]), "it says why"
+        assert health["status"] == tiers["redis"], "and so does the whole"
         assert server.metric("kvtier_tier_degraded", tier="redis") == 1
         assert server.complete(tiny.prompts[0], TINY_TOKENS)[0] == tiny.texts[0]
         redis.start()

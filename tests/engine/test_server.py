@@ -47,7 +47,15 @@ class Running:
         self.core = make_engine(96, connector=connector, metrics=self.metrics.engine)
         self.engine = AsyncEngine(self.core, max_open=12)
         self.tiers = {"hbm": "ok", "redis": "ok"}
-        served = Served("tiny", exact=True, tiers=lambda: self.tiers, metrics=self.metrics.render, shutdown_seconds=2.0)
+        self.notes: list[str] = []
+        served = Served(
+            "tiny",
+            exact=True,
+            tiers=lambda: self.tiers,
+            notes=lambda: self.notes,
+            metrics=self.metrics.render,
+            shutdown_seconds=2.0,
+        )
         self.server = uvicorn.Server(uvicorn.Config(make_app(self.engine, served), port=0, log_config=None))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
@@ -269,13 +277,17 @@ def test_health_says_what_is_wrong(running: Running) -> None:
         "model": "tiny",
         "exact": True,
         "tiers": {"hbm": "ok", "redis": "ok"},
+        "notes": [],
     }
     running.tiers["redis"] = "degraded: connection refused"
+    running.notes.append("nothing is wrong, but")
     try:
         answer = httpx.get(f"{running.url}/health")
     finally:
         running.tiers["redis"] = "ok"
+        running.notes.clear()
     assert answer.status_code == 200 and answer.json()["status"] == "degraded: connection refused"
+    assert answer.json()["notes"] == ["nothing is wrong, but"]
 
 
 def test_metrics_are_prometheus_text(running: Running) -> None:

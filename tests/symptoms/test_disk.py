@@ -65,6 +65,7 @@ def test_a_kill_in_the_middle_of_writing_loses_only_what_was_not_written(tmp_pat
         tiers.expect_idle()
         for number in range(1000, 1010):
             tiers.save(prompt(number, BLOCKS))
+            assert tiers.store.drain(20.0)
         tiers.only_below()
         assert all(tiers.load(prompt(number, BLOCKS)) == BLOCKS for number in range(1000, 1010))
 

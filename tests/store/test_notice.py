@@ -196,6 +196,6 @@ def test_an_opened_store_says_so_in_a_redis_that_others_can_read(tmp_path: Path)
         assert store.drain(10)
         store.close()
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
-            value = client.hget("kvt:about:identity", IDENTITY.digest())  # type: ignore[arg-type]  # bytes are as good
+            value = client.hget("kvt:about:identity", IDENTITY.digest())
         assert isinstance(value, bytes)
         assert fields_of(value.partition(b" ")[2].decode()) == json.loads(identity_text(IDENTITY))

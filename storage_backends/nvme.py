@@ -258,7 +258,7 @@ class NvmeMedium(PersistentSlotMedium):
     def _check_disk(self) -> None:
         disk = os.statvfs(self._directory)
         available = disk.f_bavail * disk.f_frsize + self.held_bytes()
-        if self._budget > available:
+        if disk.f_blocks and self._budget > available:  # some file systems do not say how large they are
             raise CapacityError(
                 f"nvme tier {self._directory}: asked for {rounded_bytes(self._budget)}, "
                 f"{rounded_bytes(available)} are available on its file system"

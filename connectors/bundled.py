@@ -54,6 +54,9 @@ class BundledScheduler(SchedulerConnector):
     def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         return self._store.epoch(tenant, adapter)
 
+    def former_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int | None:
+        return self._store.former_epoch(tenant, adapter)
+
     def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
         match = self._matches.pop(request_id, None)
         if match is None:
@@ -123,6 +126,11 @@ class BundledWorker(WorkerConnector):
         self._failed: set[int] = set()
 
     def register_kv_caches(self, hbm: SlotMedium) -> None:
+        if hbm.slot_bytes != self._store.block_bytes:
+            raise ValueError(
+                f"the engine's blocks have {hbm.slot_bytes} bytes and those of the store {self._store.block_bytes}: "
+                "another layout than the identity says"
+            )
         self._hbm = hbm
 
     def start_load_kv(self, plan: StepPlan) -> None:

@@ -150,6 +150,9 @@ class Cleared:
 class Store(ABC):
     """Tiers that keep blocks and give them back. Thread-safe; no verb waits for I/O, and none raises for the cache's faults."""
 
+    block_bytes: int
+    """Bytes of one block. An engine whose slots have another size keeps something else than this store does."""
+
     @abstractmethod
     def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:
         """Look up what follows the first ``start`` blocks of the span, and lease what is found.
@@ -184,6 +187,11 @@ class Store(ABC):
     @abstractmethod
     def epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         """The clear epoch that keys of a new request are to be made with; ``tenant`` is the tenant's id. Does not wait."""
+
+    def former_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int | None:
+        """The epoch before that, as long as blocks of it are known and misses can be explained by them."""
+        del tenant, adapter
+        return None
 
     @abstractmethod
     def clear(self, what: Selection, tier: str | None = None) -> Cleared:

@@ -112,8 +112,7 @@ class Engine:
         self._inbox: collections.deque[Sequence | str] = collections.deque()
         self._groups: dict[str, list[Sequence]] = {}
         self._last_progress = clock()
-        if connector is not None:
-            connector.worker.register_kv_caches(hbm)
+        self._exchange.register(hbm)
 
     @property
     def has_work(self) -> bool:
@@ -141,6 +140,8 @@ class Engine:
         sampling = request.sampling
         scope = Scope(tenant=request.tenant, salt=request.salt)
         scope = replace(scope, epoch=self._exchange.epoch(scope))
+        before = self._exchange.former_epoch(scope)
+        former = [] if before is None else [root_key(self.identity, replace(scope, epoch=before))]
         origin = Origin.of(self._origin, scope)
         with self._door:
             if request.id in self._groups:
@@ -149,7 +150,7 @@ class Engine:
             sequence = Sequence(
                 group=Group(request, stats, seed, unfinished=sampling.n),
                 index=0,
-                chain=Chain(origin, root_key(self.identity, scope), self._cache.block_tokens),
+                chain=Chain(origin, root_key(self.identity, scope), self._cache.block_tokens, former=former),
                 tokens=list(request.prompt),
                 arrival=(next(self._arrivals), 0),
                 detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,

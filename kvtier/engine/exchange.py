@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.abc.connector import Finished, KVConnector, StepPlan
+from kvtier.abc.medium import SlotMedium
 from kvtier.abc.store import Fence, Reason
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.sequence import Sequence as TokenSequence
@@ -78,6 +79,16 @@ class Exchange:
             return self._epoch
         self._epoch = max(self._epoch, epoch)
         return epoch
+
+    def former_epoch(self, scope: Scope) -> int | None:
+        """The epoch before that, where misses can be explained by it. Any thread."""
+        if not scope.epoch:
+            return None
+        return self._guarded(lambda c: c.scheduler.former_epoch(scope.tenant_id, scope.adapter), None)
+
+    def register(self, hbm: SlotMedium) -> None:
+        """Show the connector the engine's memory. One that cannot take it is not used."""
+        self._guarded(lambda c: c.worker.register_kv_caches(hbm), None)
 
     def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
         """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step.

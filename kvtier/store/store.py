@@ -95,6 +95,7 @@ class TieredStore(Store):
         """
         self._copier = copier
         self.geometry = geometry
+        self.block_bytes = geometry.block_bytes
         self._arena = arena
         self._dram = dram
         self._tiers = tuple(tiers)
@@ -385,6 +386,9 @@ class TieredStore(Store):
 
     def epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         return self._clearing.epoch(tenant, adapter)
+
+    def former_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int | None:
+        return self._clearing.former_epoch(tenant, adapter)
 
     def clear(self, what: Selection, tier: str | None = None) -> Cleared:
         return self._clearing.clear(what, tier)

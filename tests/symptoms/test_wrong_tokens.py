@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvtier.engine.request import Request
 from kvtier.storage_backends.memory import MemoryMedium
 from tests.engine.support import BLOCK, expected, greedy, prompt
 
-from .engine import BLOCK_BYTES, Rig
+from .engine import BLOCK_BYTES, GEOMETRY, Rig
 
 SENTINEL = 0x5A
 
@@ -192,3 +193,22 @@ def test_salts_of_requests_reach_the_store() -> None:
     stats = rig.engine.add_request(greedy("same", ids, salt="x"))
     rig.run()
     assert stats.external_tokens == 4 * BLOCK
+
+
+def test_an_engine_with_another_layout_than_the_store_is_left_uncached(caplog: pytest.LogCaptureFixture) -> None:
+    """As after an upgrade that packs blocks in another way: one clear line, and tokens that are right."""
+    other = replace(GEOMETRY, block_bytes=2 * BLOCK_BYTES)
+    rig = Rig(geometry=other)
+    request = greedy("a", prompt(1, 4 * BLOCK + 1))
+    want = alone(request)
+    for round_ in range(2):
+        assert rig.serve([replace(request, id=f"round {round_}")]) == want
+        rig.bench.turn()
+        rig.engine.reset_prefix_cache()
+    assert rig.bench.arena.pool.ready == 0
+    assert not rig.loads
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "going on without the tiers below HBM" in line.getMessage()
+    assert rig.engine.cache_fault is not None
+    assert f"{BLOCK_BYTES} bytes" in rig.engine.cache_fault
+    assert "another layout" in rig.engine.cache_fault

@@ -140,7 +140,7 @@ class BundledWorker(WorkerConnector):
         after = hbm.fence()  # what the engine has queued may still read the slots that it now has given away
         for load in plan.loads:
             match = self._store.match(load.request_id, load.span, load.start)
-            arriving = hbm.layered()
+            arriving = hbm.layered(len(load.slots))
             transfer = self._store.load(match, SlotRange(arriving or hbm, load.slots), after)
             self._loads.append(_Load(load, transfer, arriving))
             if arriving is not None:

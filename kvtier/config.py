@@ -29,6 +29,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "AttentionKernels",
     "Effective",
     "EngineSettings",
     "KvDtype",
@@ -106,6 +107,15 @@ class StoreCodec(enum.Enum):
     RAW = "raw"
     FP8 = "fp8"
     INT8 = "int8"
+
+
+class AttentionKernels(enum.Enum):
+    """What computes attention."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+    FLASHINFER = "flashinfer"
 
 
 class LogLevel(enum.Enum):
@@ -186,7 +196,10 @@ class EngineSettings:
     )
     revision: str | None = _setting(None, "revision of the weights; without one they are fingerprinted")
     load_format: LoadFormat = _setting(LoadFormat.AUTO, "where weights come from; dummy: random, from the config alone")
-    device: str = _setting("auto", "torch device: auto or cpu")
+    device: str = _setting("auto", "where the model runs: cpu, cuda or cuda:N; auto: a GPU where there is one")
+    attention: AttentionKernels = _setting(
+        AttentionKernels.AUTO, "attention kernels; auto: Triton's on a GPU, torch's on a CPU"
+    )
     kv_dtype: KvDtype = _setting(
         KvDtype.AUTO, "what HBM slots hold; auto: the checkpoint's own 16-bit dtype, else bf16"
     )

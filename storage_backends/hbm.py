@@ -82,8 +82,8 @@ class HbmMedium(SlotMedium):
     def fence(self) -> Fence | None:
         return None if self._queue is None else self._queue.fence()
 
-    def layered(self) -> LayeredSlots | None:
-        return None if self._queue is None else _LayeredHbm(self, self._queue)
+    def layered(self, blocks: int) -> LayeredSlots | None:
+        return None if self._queue is None else _LayeredHbm(self, self._queue, blocks)
 
     def read(self, slots: Sequence[int], into: Sequence[Iovec]) -> list[Outcome]:
         if self._rows is None:
@@ -143,12 +143,15 @@ class HbmMedium(SlotMedium):
 class _LayeredHbm(LayeredSlots):
     """One load into HBM, its copies queued for the first layers first, with a mark behind each group of layers."""
 
-    def __init__(self, hbm: HbmMedium, queue: CopyQueue) -> None:
+    def __init__(self, hbm: HbmMedium, queue: CopyQueue, blocks: int) -> None:
         self.slots, self.slot_bytes = hbm.slots, hbm.slot_bytes
-        self._hbm, self._queue = hbm, queue
+        self._hbm, self._queue, self._blocks = hbm, queue, blocks
         self._layers = hbm.tensor.shape[1]
         self._group = -(-self._layers // LAYER_GROUPS)
-        self._marks: list[Mark] = []
+        self._queued = [0] * -(-self._layers // self._group)
+        """Blocks whose copies are queued, by group of layers."""
+        self._marks: list[Mark | None] = [None] * len(self._queued)
+        """Behind the copies of each group: the last one, as they are all in one stream."""
         self._ended = False
         self._changed = threading.Condition()
 
@@ -156,21 +159,22 @@ class _LayeredHbm(LayeredSlots):
         return self._hbm.read(slots, into)
 
     def write(self, slots: Sequence[int], data: Sequence[Iovec]) -> list[Outcome]:
-        assert not self._marks, "one load, one batch"
         assert all(len(buffers) == 1 and len(buffers[0]) == self.slot_bytes for buffers in data), "whole blocks"
         places = [(self._hbm.address(slot), address_of(buffer)) for slot, (buffer,) in zip(slots, data, strict=True)]
         layer_bytes = self.slot_bytes // self._layers
+        mark: Mark | None = None
         try:
-            for first in range(0, self._layers, self._group):
+            for group, first in enumerate(range(0, self._layers, self._group)):
                 start, count = first * layer_bytes, min(self._group, self._layers - first)
                 pairs = [(to + start, source + start) for to, source in places]
                 mark = self._queue.copy(Way.TO_DEVICE, pairs, count * layer_bytes)
                 with self._changed:
-                    self._marks.append(mark)
+                    self._marks[group] = mark
+                    self._queued[group] += len(places)
                     self._changed.notify_all()
         finally:
-            if self._marks:
-                self._marks[-1].wait()
+            if mark is not None:
+                mark.wait()
         self._hbm.count(written=len(places) * self.slot_bytes)
         return [Outcome(Status.DONE, self.slot_bytes)] * len(places)
 
@@ -180,9 +184,9 @@ class _LayeredHbm(LayeredSlots):
     def wait_for_layer(self, layer: int, timeout: float) -> bool:
         group = layer // self._group
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended or len(self._marks) > group, timeout):
+            if not self._changed.wait_for(lambda: self._ended or self._queued[group] >= self._blocks, timeout):
                 return False
-            mark = self._marks[group] if len(self._marks) > group else None
+            mark = self._marks[group]
         if mark is not None:
             mark.hold_compute()
         return True

@@ -145,13 +145,13 @@ class SlotMedium(Medium):
         """
         return None
 
-    def layered(self) -> LayeredSlots | None:
-        """This medium for one load whose layers may be used as they arrive; None where a write is seen whole."""
+    def layered(self, blocks: int) -> LayeredSlots | None:
+        """This medium for one load of ``blocks`` whose layers may be used as they arrive; None where a write is seen whole."""
         return None
 
 
 class LayeredSlots(SlotMedium):
-    """A slot medium as one load writes to it: whole blocks in one batch, the first layers first.
+    """A slot medium as one load writes to it: whole blocks, in one batch or several, the first layers of a batch first.
 
     ``write`` returns, as ever, when all is there. Meanwhile the thread that computes asks for layer after layer.
     """

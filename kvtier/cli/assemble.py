@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
 
@@ -18,6 +19,7 @@ from kvtier.abc.medium import Medium
 from kvtier.codec.catalogue import keeping
 from kvtier.config import EngineSettings, Settings, StoreCodec
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
+from kvtier.engine.device import place
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.exactness import settle
 from kvtier.engine.model import TORCH_DTYPES, LlamaModel
@@ -28,6 +30,7 @@ from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
 from kvtier.registry import connector_class
+from kvtier.storage_backends import cuda_copy
 from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
@@ -146,8 +149,7 @@ def open_engine(
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    if settings.device not in ("auto", "cpu"):
-        raise ConfigError(f"device {settings.device!r} is not supported by this engine; use cpu")
+    device = chosen_device(settings.device)
     if settings.recompute_sample and codec is not StoreCodec.RAW:
         raise ConfigError(
             f"recompute_sample compares what was loaded with what is computed, and codec {codec.value} changes what is "
@@ -161,9 +163,12 @@ def open_engine(
             revision=settings.revision,
             seed=settings.seed,
         )
-    hbm = allocate_hbm(checkpoint, settings)
+    hbm = allocate_hbm(checkpoint, settings, device)
     identity = keeping(checkpoint.identity(settings.block_tokens, settings.kv_dtype.value), codec.value)
-    model = LlamaModel(checkpoint.config, checkpoint.tensors())
+    placement = place(device, settings.attention.value, checkpoint.config.dtype, hbm.medium.tensor.dtype)
+    if placement.dtype is not torch.float32:  # what is computed in 16 bits is not interchangeable with what is not
+        identity = replace(identity, engine_format=f"{identity.engine_format} {placement.dtype}")
+    model = LlamaModel(checkpoint.config, checkpoint.tensors(), placement)
     exact = settle(model, identity.kv_dtype, settings.block_tokens)
     if not exact:
         log.warning("on this machine a prefix hit may differ from a cold run in the last bits of its logits")
@@ -191,11 +196,26 @@ def open_engine(
     )
 
 
-def allocate_hbm(checkpoint: Checkpoint, settings: EngineSettings) -> Hbm:
+def chosen_device(name: str) -> torch.device:
+    """The device that a setting names. Raises ``ConfigError`` where it is none of ours, or cannot be used here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() and cuda_copy.device_count() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not re.fullmatch(r"cuda(:\d+)?", name, re.ASCII):
+        raise ConfigError(f"device {name!r} is not supported by this engine; use auto, cpu, cuda or cuda:N")
+    index, seen = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if index >= seen:
+        raise ConfigError(f"device {name!r}: torch {torch.__version__} sees {seen or 'no'} GPUs; use cpu")
+    cuda_copy.import_cupy()
+    return torch.device("cuda", index)
+
+
+def allocate_hbm(checkpoint: Checkpoint, settings: EngineSettings, device: torch.device | None = None) -> Hbm:
     config = checkpoint.config
     dtype = TORCH_DTYPES[effective_kv_dtype(config, settings.kv_dtype.value)]
     shape = (config.layers, 2, settings.block_tokens, config.kv_heads, config.head_dim)
-    medium = HbmMedium.allocate(settings.hbm_blocks, shape, dtype, "cpu")
+    medium = HbmMedium.allocate(settings.hbm_blocks, shape, dtype, device or "cpu")
     return Hbm(medium, BlockPool(settings.hbm_blocks, LruPolicy(settings.hbm_blocks)))
 
 

@@ -18,19 +18,22 @@ _PACKED_FOR = 16
 
 
 class Linear:
-    """``y = x W^T + b`` in float32 for a fixed weight ``[out, in]``, which is packed and not kept, and a bias ``[out]``."""
+    """``y = x W^T + b`` for a fixed weight ``[out, in]``, which is packed and not kept, and a bias ``[out]``."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """``dtype`` is what weight and inputs are rounded to; on a CPU float32."""
         available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's own gap
         self.packed = available and weight.device.type == "cpu"
-        weight = weight.float().contiguous()
+        weight = weight.to(dtype).contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR) if self.packed else weight
-        self._bias = None if bias is None else bias.float().contiguous()
+        self._bias = None if bias is None else bias.to(dtype).contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` is float32 ``[rows, in]``; gives ``[rows, out]``."""
         if not self.packed:
-            return F.linear(x, self._weight, self._bias)
+            return F.linear(x.to(self._weight.dtype), self._weight, self._bias).float()
         count = len(x)
         rows = torch.cat((x, x[-1:].expand(LEAST_ROWS - count, -1))) if count < LEAST_ROWS else x.contiguous()
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")

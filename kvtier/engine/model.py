@@ -1,8 +1,9 @@
-"""The Llama forward pass over a paged KV tensor, in float32."""
+"""The Llama forward pass over a paged KV tensor: in float32, but for the products of a GPU."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from kvtier.engine import attention
 from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.attention import Chunk
+from kvtier.engine.device import Placement
 from kvtier.engine.linear import LEAST_ROWS, Linear
 from kvtier.engine.rope import RopeTable, paired, rotate
 
@@ -64,13 +66,21 @@ class _Layer:
 class LlamaModel:
     """A Llama-family model. `forward` belongs to one thread; everything else is constant after construction."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        placement: Placement = Placement(),  # noqa: B008 - frozen
+    ) -> None:
         """``tensors`` by Hugging Face name, as `Checkpoint.tensors` gives them; projections are packed, not kept."""
         self.config = config
-        self._embedding = tensors["model.embed_tokens.weight"].float()
-        self._layers = [_layer(tensors, f"model.layers.{index}.", config) for index in range(config.layers)]
-        head = self._embedding if config.tie_embeddings else tensors["lm_head.weight"].float()
-        self._head = Linear(head * tensors["model.norm.weight"].float())
+        self.placement = placement
+        tensors = placement.moved(tensors)
+        linear = functools.partial(Linear, dtype=placement.dtype)
+        self._embedding = tensors["model.embed_tokens.weight"].to(placement.dtype)
+        self._layers = [_layer(tensors, f"model.layers.{index}.", config, linear) for index in range(config.layers)]
+        head = tensors["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"].float()
+        self._head = linear(head * tensors["model.norm.weight"].float())
         self._rope = RopeTable(config)
         self.attention_tails: tuple[int, ...] = (attention.STRIDE,)
         """Lengths that attention may pad a context's last stride to; `exactness.settle` finds those that are exact here."""
@@ -86,7 +96,7 @@ class LlamaModel:
         """A zeroed HBM tensor ``[slot, layer, K/V, token, kv_head, head_dim]`` in ``kv_dtype`` (``bf16``, ``fp16``, ``fp32``)."""
         config = self.config
         shape = (slots, config.layers, 2, block_tokens, config.kv_heads, config.head_dim)
-        return torch.zeros(shape, dtype=TORCH_DTYPES[kv_dtype])
+        return torch.zeros(shape, dtype=TORCH_DTYPES[kv_dtype], device=self.placement.device)
 
     @torch.inference_mode()
     def forward(
@@ -102,18 +112,20 @@ class LlamaModel:
         tokens. ``before_layer(i)`` runs before layer ``i`` reads or writes its slots, ``after_layer(i)`` when it has written
         them. Two chunks of one step must not share a slot that either of them writes.
         """
-        config = self.config
+        config, device, backend = self.config, self.placement.device, self.placement.backend
         assert kv.is_contiguous()
         assert (*kv.shape[1:3], *kv.shape[4:]) == (config.layers, 2, config.kv_heads, config.head_dim), kv.shape
         if not batch.chunks:
-            return torch.empty(0, config.vocab)
-        step = attention.plan(batch.chunks, kv, config.heads, self.attention_tails)
+            return torch.empty(0, config.vocab, device=device)
+        step = backend.plan(batch.chunks, kv, config.heads, self.attention_tails)
         tokens = [token for chunk in batch.chunks for token in chunk.tokens]
         positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.end)]
         # A small step is filled up here once, not by `Linear` at every call; the spare rows are written nowhere.
         spare = max(LEAST_ROWS - len(tokens), 0)
-        hidden = F.embedding(torch.tensor(tokens + tokens[-1:] * spare), self._embedding)
-        turns = self._rope.rows(torch.tensor(positions + positions[-1:] * spare))
+        hidden = F.embedding(torch.tensor(tokens + tokens[-1:] * spare, device=device), self._embedding).float()
+        turns = self._rope.rows(torch.tensor(positions + positions[-1:] * spare)).to(device)
+        # Made before the layers are queued: a copy to a device waits for what is queued before it.
+        wanted = torch.tensor(batch.wanted_rows(), dtype=torch.int64, device=device)
         turned = config.heads + config.kv_heads
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
@@ -123,16 +135,15 @@ class LlamaModel:
             if layer.turned_norms is not None:
                 heads = self._normed(heads).mul_(layer.turned_norms)
             rotated = rotate(heads, turns)
-            attention.write(kv, index, rotated[:, config.heads :], qkv[:, turned:], step)
+            backend.write(kv, index, rotated[:, config.heads :], qkv[:, turned:], step)
             if after_layer is not None:
                 after_layer(index)
-            mixed = attention.attend(rotated[:, : config.heads], kv, index, step)
+            mixed = backend.attend(rotated[:, : config.heads], kv, index, step)
             hidden += layer.output(mixed.flatten(1))
             gate, up = layer.gate_up(self._normed(hidden)).chunk(2, dim=-1)
             hidden += layer.down(F.silu(gate).mul_(up))
-        wanted = torch.tensor(batch.wanted_rows(), dtype=torch.int64)
         if not len(wanted):
-            return torch.empty(0, config.vocab)
+            return torch.empty(0, config.vocab, device=device)
         return self._head(self._normed(hidden.index_select(0, wanted)))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +152,9 @@ class LlamaModel:
         return x * squares.div_(x.shape[-1]).add_(self.config.rms_eps).rsqrt_()
 
 
-def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, config: ModelConfig) -> _Layer:
+def _layer(
+    tensors: Mapping[str, torch.Tensor], prefix: str, config: ModelConfig, linear: Callable[..., Linear]
+) -> _Layer:
     def tensor(name: str) -> torch.Tensor:
         return tensors[prefix + name].float()
 
@@ -159,9 +172,9 @@ def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, config: ModelConfig
         norms = torch.cat((queries.expand(config.heads, -1), keys.expand(config.kv_heads, -1)))
     gate_up = torch.cat((weight("mlp.gate_proj"), weight("mlp.up_proj")))
     return _Layer(
-        qkv=Linear(projected("weight") * weight("input_layernorm"), projected("bias") if config.qkv_bias else None),
-        output=Linear(weight("self_attn.o_proj")),
-        gate_up=Linear(gate_up * weight("post_attention_layernorm")),
-        down=Linear(weight("mlp.down_proj")),
+        qkv=linear(projected("weight") * weight("input_layernorm"), projected("bias") if config.qkv_bias else None),
+        output=linear(weight("self_attn.o_proj")),
+        gate_up=linear(gate_up * weight("post_attention_layernorm")),
+        down=linear(weight("mlp.down_proj")),
         turned_norms=norms,
     )

@@ -266,7 +266,7 @@ def test_layers_come_in_groups_and_every_byte_of_them() -> None:
     layers = 19  # a last group that is shorter than the others
     device = FakeDevice()
     hbm = hbm_of(device, 8, (layers, 2, 4, 2, 8))
-    arriving = hbm.layered()
+    arriving = hbm.layered(3)
     assert arriving is not None
     data = [np.random.default_rng(seed).integers(0, 256, hbm.slot_bytes, np.uint8) for seed in range(3)]
     assert arriving.write([5, 0, 2], [[each.data] for each in data]) == [Outcome(Status.DONE, hbm.slot_bytes)] * 3
@@ -276,10 +276,28 @@ def test_layers_come_in_groups_and_every_byte_of_them() -> None:
     assert hbm.bytes_written == 3 * hbm.slot_bytes
 
 
+def test_a_load_in_several_batches_lets_no_layer_through_before_the_last_of_them() -> None:
+    """As where blocks are decoded on their way, a part of them at a time."""
+    hbm = hbm_of(FakeDevice())
+    arriving = hbm.layered(3)
+    assert arriving is not None
+    block = memoryview(bytes(hbm.slot_bytes))
+    arriving.write([5, 0], [[block], [block]])
+    assert not arriving.wait_for_layer(0, 0.0)
+    arriving.write([2], [[block]])
+    assert arriving.wait_for_layer(0, 0.0)
+    lost = hbm.layered(2)
+    assert lost is not None
+    lost.write([5], [[block]])
+    assert not lost.wait_for_layer(1, 0.0)
+    lost.end()
+    assert lost.wait_for_layer(1, 0.0), "the load has ended; its outcomes say which block never came"
+
+
 def test_a_cpu_has_neither_fences_nor_layers() -> None:
     hbm = HbmMedium.allocate(2, SHAPE, torch.bfloat16)
     assert hbm.fence() is None
-    assert hbm.layered() is None
+    assert hbm.layered(1) is None
 
 
 class Runtime:

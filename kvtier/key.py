@@ -290,10 +290,12 @@ class Span:
     depth: int
     """Index of the first of ``keys`` in its chain."""
     keys: tuple[BlockKey, ...]
+    former: tuple[BlockKey, ...] = ()
+    """The keys that the same blocks had before their scope was cleared, where that is known: what explains their misses."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def head(self, count: int) -> Span:
         """The first ``count`` blocks of the span, or as many as there are."""
-        return Span(self.origin, self.parent, self.depth, self.keys[:count])
+        return Span(self.origin, self.parent, self.depth, self.keys[:count], self.former[:count])

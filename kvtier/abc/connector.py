@@ -73,6 +73,11 @@ class SchedulerConnector(ABC):
         del tenant, adapter
         return 0
 
+    def former_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int | None:
+        """The epoch before that, as long as misses can be explained by it: spans then carry the former keys as well."""
+        del tenant, adapter
+        return None
+
     @abstractmethod
     def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
         """The engine took ``slots`` for ``num_tokens`` of the matched tokens (0: it declined; the match is given up)."""

@@ -23,6 +23,8 @@ class Chain:
     block_tokens: int
     keys: list[BlockKey] = field(default_factory=list)
     addresses: list[Address] = field(default_factory=list)
+    former: list[BlockKey] = field(default_factory=list)
+    """Root, then keys, that the same tokens had under the epoch before; empty where nobody asks for them."""
 
     def extend(self, tokens: list[int]) -> None:
         """Name every full block of ``tokens`` that has no name yet."""
@@ -33,13 +35,17 @@ class Chain:
         added = chain_keys(parent, tokens[start * self.block_tokens :], self.block_tokens)
         self.keys += added
         self.addresses += [address(key, _SHARD) for key in added]
+        if self.former:
+            self.former += chain_keys(self.former[-1], tokens[start * self.block_tokens :], self.block_tokens)
 
     def span(self, start: int, stop: int) -> Span:
         parent = self.keys[start - 1] if start else self.root
-        return Span(self.origin, parent, start, tuple(self.keys[start:stop]))
+        former = tuple(self.former[start + 1 : stop + 1])
+        return Span(self.origin, parent, start, tuple(self.keys[start:stop]), former)
 
     def copy(self) -> Chain:
-        return Chain(self.origin, self.root, self.block_tokens, self.keys.copy(), self.addresses.copy())
+        copies = (self.keys.copy(), self.addresses.copy(), self.former.copy())
+        return Chain(self.origin, self.root, self.block_tokens, *copies)
 
 
 @dataclass(slots=True, eq=False)

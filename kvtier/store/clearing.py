@@ -35,6 +35,10 @@ ASK_SECONDS = 1.0
 """How often a shared tier is asked for what others have cleared where no probe does, and a tier is told what it lacks."""
 
 
+EXPLAIN_SECONDS = 3600.0
+"""For how long after a clear the keys of new requests are made under the former epoch as well, to explain their misses."""
+
+
 class _Place:
     """How far one tier has come."""
 
@@ -81,6 +85,8 @@ class Clearing:
         self._places = {tier.name: _Place() for tier in tiers}
         self._swept = 0
         self._next_slot = 0
+        self._explained = 0
+        self._explained_until = clock() + EXPLAIN_SECONDS
 
     def epoch(self, tenant: bytes, adapter: Adapter | None) -> int:
         """The epoch that keys of a new request are made with; from now on its scope is known."""
@@ -89,6 +95,17 @@ class Clearing:
         if self._model is not None:
             self._scopes.seen(self._model, tenant, adapter, epoch)
         return epoch
+
+    def former_epoch(self, tenant: bytes, adapter: Adapter | None) -> int | None:
+        """The epoch that a scope had before it was last cleared, for as long as it is remembered what blocks it had."""
+        if self._clock() > self._explained_until:
+            return None
+        return self.epochs.former(self._model, tenant, adapter_id(None if adapter is None else adapter.name))
+
+    def cleared(self, former: Address) -> bool:
+        """Whether a block was there under its former name, and went, or is to go, because it was cleared. Under the lock."""
+        there = self._arena.pool.slot(former) is not None or any(tier.holds(former) for tier in self._tiers)
+        return there or self._history.why(former) is Reason.CLEARED
 
     def stale(self, lot: Lot | Origin) -> bool:
         """Whether blocks of that lot have been cleared."""
@@ -200,6 +217,9 @@ class Clearing:
 
     def keep(self) -> None:
         """A step of the upkeep: tell tiers what they lack, ask those that others share, remove what is out of reach."""
+        if self._explained != self.epochs.changes:
+            self._explained = self.epochs.changes
+            self._explained_until = self._clock() + EXPLAIN_SECONDS
         for tier in self._tiers:
             place = self._places[tier.name]
             lags = place.told != self.epochs.changes or tier.news

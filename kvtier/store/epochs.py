@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -22,6 +22,8 @@ from kvtier.key import Lot, adapter_id
 
 MOST_SELECTIONS = 1024
 """Selections with an epoch of their own. Past this, those of one model become one that covers the whole model."""
+MOST_PAST = 8
+"""Clears back to which it is known what epoch a scope had before."""
 _Covered: TypeAlias = "tuple[str | None, bytes | None, bytes | None]"
 
 
@@ -62,14 +64,17 @@ class Epochs:
         self._lock = threading.Lock()
         self._rows: dict[Selection, int] = {}
         self._covered: dict[_Covered, int] = {}
+        self._past: deque[dict[_Covered, int]] = deque(maxlen=MOST_PAST)
 
     def of(self, model: str | None, tenant: bytes, adapter: bytes) -> int:
         """The epoch of a scope, by tenant id and adapter id. Of an unknown model only what was cleared for any counts."""
-        covered = self._covered
-        if not covered:
-            return 0
-        choices = itertools.product({None, model}, (None, tenant), (None, adapter))
-        return max(covered.get(choice, 0) for choice in choices)
+        return _epoch(self._covered, model, tenant, adapter)
+
+    def former(self, model: str | None, tenant: bytes, adapter: bytes) -> int | None:
+        """The epoch that a scope had before it was last cleared, if that was one of the last clears that we have seen."""
+        now = self.of(model, tenant, adapter)
+        before = (_epoch(covered, model, tenant, adapter) for covered in reversed(tuple(self._past)))
+        return next((epoch for epoch in before if epoch < now), None)
 
     def stale(self, lot: Lot, model: str | None) -> bool:
         """Whether these blocks have been cleared."""
@@ -103,6 +108,7 @@ class Epochs:
         merged = self._bounded({**self._rows, **higher}) if higher else self._rows
         if merged != self._rows:
             self._rows = merged
+            self._past.append(self._covered)
             self._covered = {
                 (what.model, what.tenant, None if what.adapter is None else adapter_id(what.adapter)): epoch
                 for what, epoch in merged.items()
@@ -122,6 +128,13 @@ class Epochs:
         (fullest, count), *_ = models.most_common(1)
         wide = Selection(fullest if count > 1 else None)
         return self._bounded({**kept, wide: max(epoch for what, epoch in kept.items() if covers(wide, what))})
+
+
+def _epoch(covered: Mapping[_Covered, int], model: str | None, tenant: bytes, adapter: bytes) -> int:
+    if not covered:
+        return 0
+    choices = itertools.product({None, model}, (None, tenant), (None, adapter))
+    return max(covered.get(choice, 0) for choice in choices)
 
 
 def _wider(rows: Mapping[Selection, int], what: Selection) -> list[tuple[Selection, int]]:

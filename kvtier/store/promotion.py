@@ -250,12 +250,16 @@ class Promoter:
                     return None
                 tier = tier or next((one for one in shared if index < match.present[one.name]), None)
             if tier is None:
-                return Walk(steps[:index], resident, missed(self._why(address)))
+                return Walk(steps[:index], resident, missed(self._why(address, match.span, match.start + index)))
             steps[index] = Step(tier=tier)
         return Walk(steps, resident, None)
 
-    def _why(self, address: Address) -> Reason:
+    def _why(self, address: Address, span: Span, index: int) -> Reason:
         why = self._history.why(address)
+        if why is Reason.NEVER_STORED and index < len(span.former):
+            former = self._geometry.addresses(Span(span.origin, span.parent, 0, span.former[index : index + 1]))
+            if self._clearing.cleared(former[0]):
+                return Reason.CLEARED
         degraded = not all(map(_answers, self._tiers))
         return Reason.TIER_DEGRADED if degraded and why in (Reason.NEVER_STORED, Reason.EVICTED) else why
 

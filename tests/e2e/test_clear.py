@@ -13,14 +13,14 @@ import pytest
 import redis as redis_client
 import torch
 
-from kvtier.abc.store import Cleared, ClearedTier, Selection
+from kvtier.abc.store import Cleared, ClearedTier, Reason, Selection
 from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.server import Served, make_app
 from kvtier.key import Scope
 from kvtier.testing.valkey import ValkeyServer
 from tests.engine.support import make_engine
 
-from .support import TINY_BLOCK_BYTES, TINY_TOKENS, Server, Tiny, kvtier, make_tiny, until, valkey
+from .support import TINY_BLOCK_BYTES, TINY_TOKENS, House, Server, Tiny, kvtier, make_tiny, until, valkey
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +157,30 @@ def test_servers_that_share_a_redis_hear_of_it_and_an_emptied_redis_is_told_agai
         assert clear("--url", two.url).startswith("cleared everything: epoch 2")
         until(lambda: one.complete(prompt, TINY_TOKENS)[1] == 0, SEEN_SECONDS, "and back")
         assert one.terminate() == two.terminate() == 0, one.log + two.log
+
+
+def test_the_engine_is_told_why_it_computes_again(tiny: Tiny, tmp_path: Path) -> None:
+    tiers = [f"dram://?capacity={96 * TINY_BLOCK_BYTES}", nvme(tmp_path / "nvme")]
+    with House(tiers, tiny.engine()) as house:
+        house.serve(tiny.prompts[:1], TINY_TOKENS)
+        house.settle()
+        house.store.clear(Selection())
+        (again,) = house.serve(tiny.prompts[:1], TINY_TOKENS)
+        assert (again.tokens, again.stats.cached_tokens) == (tiny.expected[0], 0)
+        assert house.store.explain("request 2")[0].reason is Reason.CLEARED
+        (other,) = house.serve(tiny.prompts[1:2], TINY_TOKENS)
+        assert other.tokens == tiny.expected[1]
+        assert house.store.explain("request 3")[0].reason is Reason.NEVER_STORED
+        house.expect_idle()
+
+
+def test_a_request_that_runs_when_its_scope_is_cleared_ends_as_it_would_have(tiny: Tiny, tmp_path: Path) -> None:
+    tiers = [f"dram://?capacity={96 * TINY_BLOCK_BYTES}", nvme(tmp_path / "nvme")]
+    with House(tiers, tiny.engine()) as house:
+        for step in range(5):
+            served = house.serve(tiny.prompts, TINY_TOKENS, at={step: lambda: house.store.clear(Selection())})
+            assert [each.tokens for each in served] == tiny.expected
+        house.expect_idle()
 
 
 # -- the route

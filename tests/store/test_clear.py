@@ -20,6 +20,7 @@ from kvtier.key import Adapter, Identity, Origin, Scope, Span, chain_keys, root_
 from kvtier.params import build_params
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.redis import RedisMedium
+from kvtier.store.clearing import EXPLAIN_SECONDS
 from kvtier.store.epochs import MOST_SELECTIONS, Epochs, covers, name_of, selection_of
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
@@ -59,7 +60,9 @@ def asked(bench: Bench, number: int, scope: Scope = Scope(), identity: Identity 
     scope = replace(scope, epoch=bench.store.epoch(scope.tenant_id, scope.adapter))
     root = root_key(identity, scope)
     tokens = [number, *range(1, 16 * blocks)]
-    return Span(Origin.of(identity.digest(), scope), root, 0, tuple(chain_keys(root, tokens, 16)))
+    before = bench.store.former_epoch(scope.tenant_id, scope.adapter)
+    former = () if before is None else chain_keys(root_key(identity, replace(scope, epoch=before)), tokens, 16)
+    return Span(Origin.of(identity.digest(), scope), root, 0, tuple(chain_keys(root, tokens, 16)), tuple(former))
 
 
 def upkeep(bench: Bench, rounds: int = 4) -> None:
@@ -191,6 +194,32 @@ def test_a_block_on_its_way_up_when_its_scope_is_cleared_does_not_arrive(tmp_pat
     bench.store.forget("r")
     upkeep(bench)
     bench.idle()
+
+
+def test_a_miss_of_what_was_cleared_says_so_and_no_other_does(tmp_path: Path) -> None:
+    bench = make_bench(nvme=tmp_path)
+    bench.save(asked(bench, 1))
+    bench.save(asked(bench, 1, ACME))
+    bench.store.clear(Selection(tenant=bytes(16)))
+
+    def why(number: int, scope: Scope = Scope(), blocks: int = 3) -> list[Reason | None]:  # noqa: B008 - frozen
+        match = bench.match(asked(bench, number, scope, blocks=blocks), "new")
+        match.release()
+        return [each.reason for each in match.blocks]
+
+    behind_it = [Reason.BEHIND_A_MISS] * 2
+    assert why(1) == [Reason.CLEARED, *behind_it], "it is still there, out of reach"
+    upkeep(bench)
+    assert why(1) == [Reason.CLEARED, *behind_it], "it was reclaimed"
+    assert why(2) == [Reason.NEVER_STORED, *behind_it]
+    assert why(1, OTHER) == [Reason.NEVER_STORED, *behind_it]
+    assert why(1, ACME) == [None] * 3
+    bench.save(asked(bench, 1, blocks=2))
+    assert why(1) == [None, None, Reason.CLEARED]
+    bench.store.clear(Selection(adapter="another"))
+    assert why(1) == [None, None, Reason.CLEARED]
+    bench.clock.advance(2 * EXPLAIN_SECONDS)
+    assert why(1) == [None, None, Reason.NEVER_STORED], "nobody pays for the former keys for ever"
 
 
 # -- what persists

@@ -93,7 +93,10 @@ class SlotFile:
         try:
             done = self._moved(os.pwritev, data, start)
             while done < size:
-                done += os.pwritev(self._buffered, _after(data, done), start + done)
+                more = os.pwritev(self._buffered, _after(data, done), start + done)
+                if more == 0:
+                    return Outcome(Status.FAILED, 0, f"only {done} of {size} bytes were taken")
+                done += more
         except OSError as error:
             return _failed(error)
         return Outcome(Status.DONE, size)

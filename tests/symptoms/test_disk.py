@@ -190,6 +190,21 @@ def test_files_that_vanish_or_rot_under_a_live_tier_are_misses(
         tiers.expect_idle()
 
 
+def test_what_could_not_be_read_is_not_tried_again(tmp_path: Path) -> None:
+    with Tiers(dram(64), nvme(tmp_path)) as tiers:
+        tiers.save(prompt(1, BLOCKS))
+        tiers.only_below()
+        for path in tmp_path.glob("slots-*"):
+            emptied(path)
+        assert tiers.load(prompt(1, BLOCKS)) == 0
+        failed = tiers.count("failures", "nvme", verb="read")
+        assert failed == BLOCKS
+        assert tiers.store.held("nvme") == 0, "the books say what there is"
+        assert tiers.load(prompt(1, BLOCKS)) == 0
+        assert tiers.count("failures", "nvme", verb="read") == failed
+        tiers.expect_idle()
+
+
 def test_an_index_that_somebody_locks_costs_no_exception(tmp_path: Path) -> None:
     with Tiers(dram(64), nvme(tmp_path)) as tiers:
         tiers.save(prompt(1, BLOCKS))

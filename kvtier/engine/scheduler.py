@@ -126,7 +126,8 @@ class Scheduler:
     def drop(self, wrong: Sequence, first: int, step: Schedule) -> None:
         """Forget the chain of ``wrong`` from block ``first`` on, everywhere; whoever runs on that block computes again.
 
-        What such a sequence has computed over it goes as well. Between the forward pass and `complete`.
+        What such a sequence has computed over it goes as well. It never loads that far again: were the block given out once
+        more, the rounds would have an end all the same. Between the forward pass and `complete`.
         """
         key = wrong.chain.keys[first]
         resting = [each for each in self.running if each.slots[first:] and each.chain.keys[first : first + 1] == [key]]
@@ -138,6 +139,7 @@ class Scheduler:
             each.group.stats.failed_tokens += len(work.loaded) * self._cache.block_tokens if work else 0
             each.admitted &= each.group.stats.first_token is not None or bool(each.group.stats.preemptions)
             each.offered = min(each.offered, first)
+            each.trusted = first if each.trusted is None else min(each.trusted, first)
             self.running.remove(each)
             self._cache.free(each)
             self.add(each)
@@ -215,6 +217,8 @@ class Scheduler:
             loadable = self._exchange.match(sequence, sequence.chain.span(0, usable), len(hits))
             if loadable is None:
                 continue
+            if sequence.trusted is not None:
+                loadable = max(0, min(loadable, sequence.trusted - len(hits)))
             drawn = self._rechecker is not None and loadable > 0 and self._rechecker.draws(sequence)
             if drawn and step.recheck is not None:
                 continue  # one a step: its turn comes with the next

@@ -91,6 +91,8 @@ class Sequence:
     """Since when the connector has been answering "ask later"."""
     drawn: bool | None = None
     """Whether one block of its next load is to be recomputed; None: not drawn yet."""
+    trusted: int | None = None
+    """Leading blocks that it may still load, once a recheck has found one wrong; None: all."""
     admitted: bool = False
     """It has had slots before: what it finds now is its own work."""
     finish: FinishReason | None = None

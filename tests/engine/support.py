@@ -91,6 +91,7 @@ def make_engine(
     longest_prefix_first: bool = False,
     ask_seconds: float = 30.0,
     stall_seconds: float = 60.0,
+    recompute_sample: float = 0.0,
     metrics: EngineMetrics | None = None,
 ) -> Engine:
     shape = (CONFIG.layers, 2, BLOCK, CONFIG.kv_heads, CONFIG.head_dim)
@@ -109,6 +110,7 @@ def make_engine(
             prefix_cache=prefix_cache,
             ask_seconds=ask_seconds,
             stall_seconds=stall_seconds,
+            recompute_sample=recompute_sample,
         ),
         connector,
         metrics,
@@ -144,6 +146,8 @@ class Faults:
     seed: int = 0
     fail_loads: float = 0.0
     """Share of blocks whose load fails, leaving garbage."""
+    wrong_loads: float = 0.0
+    """Share of blocks that arrive with other bytes than were saved, unnoticed."""
     ask_later: int = 0
     """Up to how often a match answers "ask later" before it settles."""
     never_answer: float = 0.0
@@ -284,8 +288,12 @@ class _Worker(WorkerConnector):
             for key, slot in zip(load.span.keys[load.start :], load.slots, strict=False):
                 self._view(slot)[:] = b"\x7f" * len(self._view(slot))
                 fails = self.owner.random.random() < self.owner.faults.fail_loads
-                self.loading.append((slot, None if fails else self.owner.blocks[key]))
+                self.loading.append((slot, None if fails else self._arriving(key)))
         self.failed = frozenset(slot for slot, data in self.loading if data is None)
+
+    def _arriving(self, key: BlockKey) -> bytes:
+        data = self.owner.blocks[key]
+        return data[::-1] if self.owner.random.random() < self.owner.faults.wrong_loads else data
 
     def wait_for_layer_load(self, layer: int) -> None:
         self.owner.verb("wait_for_layer_load")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import FinishReason, Output, Request
 from kvtier.engine.sampler import SamplingParams
+from kvtier.metrics import Metrics
 
 from .support import BLOCK, CONFIG, DictConnector, Faults, expected, greedy, make_engine, prompt
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def assert_idle(engine: Engine, connector: DictConnector | None = None) -> None:
     assert engine.settle(5.0)
     assert engine.check_integrity() == []
-    assert engine.pool.referenced == engine.pool.writing == engine.pool.retiring == 0
+    spare = int(engine.config.recompute_sample > 0)
+    assert (engine.pool.referenced, engine.pool.writing, engine.pool.retiring) == (spare, spare, 0)
     if connector is not None:
         assert connector.idle() == []
 
@@ -397,6 +399,27 @@ def test_a_save_that_never_ends_fails_one_request_and_not_the_engine(monkeypatch
     assert done.finish is FinishReason.ERROR
 
 
+# -- rechecks
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_wrong_blocks_are_computed_although_the_connector_gives_them_again(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [greedy(f"r{i}", prompt(1, 24) + prompt(i, 9 + i)) for i in range(4)]
+    want = expected(requests)
+    connector = DictConnector(Faults(wrong_loads=1.0))
+    if not forgets:
+        monkeypatch.setattr(connector.scheduler, "drop", lambda *_: None)
+    metrics = Metrics()
+    engine = make_engine(connector=connector, recompute_sample=1.0, metrics=metrics.engine)
+    for _ in range(2):
+        assert tokens_of(engine, requests) == want
+        assert_idle(engine, connector)
+        engine.reset_prefix_cache()
+    assert metrics.value("kvtier_recheck_mismatches_total") == metrics.value("kvtier_rechecks_total") > 0
+
+
 # -- aborts in every state
 
 
@@ -427,6 +450,18 @@ def test_abort_in_every_state(after: int) -> None:
 def test_anything_goes(seed: int) -> None:
     """Random prompts with shared heads, forks, aborts, a tiny pool and a connector that fails, is late and never answers."""
     rng = random.Random(seed)
+    anything(rng, rng.choice([0.0, 0.5, 1.0]), wrong_loads=0.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_wrong_blocks_amid_anything(seed: int) -> None:
+    """The same where a connector gives wrong blocks: rechecks drop chains under running sequences, and all accounts hold."""
+    rng = random.Random(seed)
+    anything(rng, rng.choice([0.5, 1.0]), wrong_loads=rng.choice([0.1, 0.5, 1.0]))
+
+
+def anything(rng: random.Random, recompute_sample: float, wrong_loads: float) -> None:
     requests = []
     for number in range(rng.randint(2, 9)):
         ids = prompt(1, 40)[: rng.randint(0, 40)] + prompt(number, rng.randint(1, 30))
@@ -437,7 +472,8 @@ def test_anything_goes(seed: int) -> None:
             requests.append(greedy(f"r{number}", ids, tokens=rng.randint(1, 14)))
     want = expected(requests)
     faults = Faults(
-        seed=seed,
+        seed=rng.randrange(10_000),
+        wrong_loads=wrong_loads,
         fail_loads=rng.choice([0.0, 0.2, 1.0]),
         ask_later=rng.choice([0, 3]),
         never_answer=rng.choice([0.0, 0.2]),
@@ -446,10 +482,15 @@ def test_anything_goes(seed: int) -> None:
     )
     connector = DictConnector(faults)
     engine = make_engine(
-        rng.choice([32, 48]), connector=connector, tokens=rng.choice([5, 24, 80]), sequences=4, ask_seconds=0.01
+        rng.choice([32, 48]),
+        connector=connector,
+        tokens=rng.choice([5, 24, 80]),
+        sequences=4,
+        ask_seconds=0.01,
+        recompute_sample=recompute_sample,
     )
     for _ in range(2):
-        fuzz_round(engine, requests, want, rng)
+        fuzz_round(engine, requests, want if not wrong_loads else None, rng)
         assert_idle(engine, connector)
         if rng.random() < 0.5:
             engine.reset_prefix_cache()
@@ -457,8 +498,9 @@ def test_anything_goes(seed: int) -> None:
 
 
 def fuzz_round(
-    engine: Engine, requests: Sequence[Request], want: dict[str, list[tuple[int, ...]]], rng: random.Random
+    engine: Engine, requests: Sequence[Request], want: dict[str, list[tuple[int, ...]]] | None, rng: random.Random
 ) -> None:
+    """``want`` is None where not every wrong block is found."""
     arriving = list(requests)
     rng.shuffle(arriving)
     aborted: set[str] = set()
@@ -479,6 +521,6 @@ def fuzz_round(
         assert engine.check_integrity() == []
     assert all(count == 1 for count in ends.values()) and len(ends) == len(requests)
     for request in requests:
-        for index, tokens in enumerate(want[request.id]):
+        for index, tokens in enumerate(want[request.id] if want else ()):
             mine = got.get((request.id, index), ())
             assert mine == (tokens[: len(mine)] if request.id in aborted else tokens), request.id

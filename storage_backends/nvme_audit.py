@@ -18,7 +18,15 @@ from kvtier.errors import ConfigError
 from kvtier.key import Address, address
 from kvtier.quantity import rounded_bytes
 from kvtier.storage_backends.nvme import NvmeMedium, SizeClass, record_of
-from kvtier.storage_backends.nvme_directory import DATABASE, file_name, foreign_names, held_bytes, locked, stride_of
+from kvtier.storage_backends.nvme_directory import (
+    DATABASE,
+    file_name,
+    foreign_names,
+    fullest_payload,
+    held_bytes,
+    locked,
+    stride_of,
+)
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
 from kvtier.storage_backends.nvme_journal import SCHEMA, NvmeJournal
 
@@ -226,10 +234,8 @@ class NvmeAuditor(Auditor):
 
     def _reopen(self) -> str:
         """Open the tier as a server would, which rebuilds a lost index and gives back what is over the budget."""
-        strides = [stride for path in self._directory.iterdir() if (stride := stride_of(path.name)) is not None]
-        newest = max(strides, key=lambda stride: (self._directory / file_name(stride)).stat().st_mtime)
         self.close()
-        NvmeMedium(self._directory, newest - PAGE_BYTES, self._params).close()
+        NvmeMedium(self._directory, fullest_payload(self._directory), self._params, ASK).close()
         self._lock = locked(self._directory, ASK)
         return "opened and brought in order as at a start"
 

@@ -502,7 +502,7 @@ def test_nobody_else_may_ask(served: tuple[str, str, list[str]]) -> None:
 
     async def status(host: str, path: str = "/admin/audit", **more: Any) -> int:
         transport = httpx.ASGITransport(app, client=(host, 5))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.post(path, **more)).status_code
 
     async def all_of_them() -> Sequence[int]:

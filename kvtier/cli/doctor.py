@@ -19,6 +19,7 @@ from kvtier.registry import plan_tier
 from kvtier.store.audit import Audited, audit_tier
 
 CLEAN, FOUND = 0, 1
+UNFINISHED = "the audit did not come to its end"
 SHOWN_EVERY = 0.1
 """Seconds between two looks at the progress bar."""
 
@@ -84,15 +85,18 @@ def _plain(audited: Audited) -> dict[str, object]:
 
 def _tell(audited: Audited, *, fix: bool) -> None:
     count = len(audited.found)
+    if audited.error is not None:
+        print(f"kvtier: error: {audited.error}", file=sys.stderr)
+        if not audited.looked_at and not count:
+            return
     print(f"{audited.tier}: {audited.looked_at:,} places looked at, {count or 'no'} fault{'s' * (count != 1)}")
     for each in audited.found:
         print(f"  {each.finding}")
         if fix:
-            print(f"    repaired: {each.repaired}" if each.repaired else f"    left as it is: {each.why_not}")
+            outcome = f"repaired: {each.repaired}" if each.repaired else f"left as it is: {each.why_not or UNFINISHED}"
+            print(f"    {outcome}")
     for note in audited.notes:
         print(f"  {note}")
-    if audited.error is not None:
-        print(f"kvtier: error: {audited.error}", file=sys.stderr)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ from kvtier.transfer.workers import Urgency
 _log = logging.getLogger(__name__)
 
 MOST_TURNS = 8
+"""Reads of a tier's epochs until it is seen to have all that it was told."""
+MOST_MODELS = 1 << 14
 STEP = 1024
 """Blocks of DRAM that go, and slots that are looked at, while the lock is held once."""
 ASK_SECONDS = 1.0
@@ -122,6 +124,7 @@ class Clearing:
             self.epochs.merge(rows)
             changes = self.epochs.changes
             wanted, implied = self.epochs.lacking(rows)
+            self._learn_models(tier)
             if not wanted and not implied:  # seen to be there: what it was told it may have lost at once, with the rest
                 self._places[tier.name].told = changes
                 return None
@@ -142,7 +145,6 @@ class Clearing:
             self.learn(each)
         epoch = self.epochs.clear(what)
         trouble = {each.name: self.learn(each) for each in self._tiers}
-        self._learn_models()
         blocks: dict[str, int | None] = {DRAM: self._stale_in_dram()}
         blocks |= {each.name: each.stale(self.stale) for each in self._tiers}
         left = {name: self._left(name, count, trouble.get(name)) for name, count in blocks.items()}
@@ -196,13 +198,13 @@ class Clearing:
             self._dram.evicted(Reason.CLEARED, len(there))
         return len(there)
 
-    def _learn_models(self) -> None:
-        """Which model the blocks of other engines in our tiers are of."""
-        for tier in self._tiers:
-            for digest, text in tier.records("identity").items():
-                model = (fields_of(text) or {}).get("model")
-                if isinstance(model, str):
-                    self._models[digest] = model
+    def _learn_models(self, tier: LowerTier) -> None:
+        """Which model the blocks of other engines in a tier are of."""
+        found = {digest: (fields_of(text) or {}).get("model") for digest, text in tier.records("identity").items()}
+        named = {digest: model for digest, model in found.items() if isinstance(model, str)}
+        if len(self._models) + len(named) > MOST_MODELS:
+            self._models = {digest: model for digest, model in self._models.items() if model == self._model}
+        self._models = {**named, **self._models}
 
     def _stale_in_dram(self) -> int:
         with self._lock:
@@ -254,7 +256,6 @@ class Clearing:
         """On a transfer thread: one step in one tier."""
         place, changes = self._places[tier.name], self.epochs.changes
         try:
-            self._learn_models()
             gone, finished = tier.reclaim(self.stale)
             with self._lock:
                 self._history.went(gone, Reason.CLEARED)

@@ -1,6 +1,7 @@
 # One command per verb. Each makes .venv first where it is missing or older than pyproject.toml or constraints.txt.
 #   make demo    serve one long prompt cold, then from HBM, DRAM, NVMe and Redis; ARGS="--json FILE" for the numbers
 #   make test    the whole suite, fast tests first; ARGS="-k name" for a part of it
+#   make mutants put known bugs back, one at a time, and see that the tests notice; ARGS="-k word" for some, --list
 #   make lint    ruff and the import contracts        make types   mypy
 #   make bench   every benchmark, results in build/bench/
 #   make clean   remove what the other verbs left behind, except .venv
@@ -16,7 +17,7 @@ LOG := $(VENV)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCHMARKS = $(wildcard benchmarks/*.py)
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test mutants lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +42,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
+
+mutants: $(STAMP)
+	@$(BIN)/python scripts/mutants.py $(ARGS)
 
 lint: $(STAMP)
 	@echo "lint: ruff"

@@ -205,7 +205,7 @@ def test_a_tier_whose_reads_hang_delays_no_request_after_the_first(
     stuck.active = True
     first = bench.store.match("first", keys)
     assert first.pending
-    reading = threading.Thread(target=bench.workers[1].run_one)
+    reading = threading.Thread(target=bench.workers[1].run_one, daemon=True)
     reading.start()
     assert stuck.entered.wait(10)
     time.sleep(0.1)

@@ -169,6 +169,11 @@ def test_every_rank_reads_only_its_own_blocks(tmp_path: Path) -> None:
         for shard in (Shard(), Shard(0, 4), Shard(1, 4), Shard(0, 2, pp_stage=1)):
             with Tiers(dram(64), below, shard=shard) as tiers:
                 assert tiers.found(span) == 0, f"{shard} is given another sharding's blocks"
+                tiers.save(span)
+                assert tiers.store.drain(20.0)
+        for rank in range(2):
+            with Tiers(dram(64), below, shard=Shard(rank, 2)) as tiers:
+                assert tiers.load(span) == 4, "nobody has written over them"
 
 
 def test_a_directory_of_two_ranks_is_no_hit_for_one_or_four(tmp_path: Path) -> None:

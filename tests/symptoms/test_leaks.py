@@ -175,3 +175,22 @@ def test_who_waits_for_room_does_no_work_meanwhile(tmp_path: Path) -> None:
     assert waiting.hits == 3
     waiting.release()
     expect_all_of_dram(bench)
+
+
+def test_who_leaves_the_line_holds_up_nobody_behind(tmp_path: Path) -> None:
+    """The client of the next in line goes while it waits for room: the one behind it has the next turn."""
+    bench = make_bench(dram=6, nvme=tmp_path)
+    spans = [chain(number, 3) for number in range(3)]
+    for span in spans:
+        bench.save(span)
+    bench.empty_dram()
+    holding, leaving, waiting = (bench.store.match(f"r{number}", span) for number, span in enumerate(spans))
+    bench.turn()
+    assert holding.hits == 3
+    leaving.release()
+    holding.release()
+    bench.turn()
+    assert not waiting.pending
+    assert waiting.hits == 3
+    waiting.release()
+    expect_all_of_dram(bench)

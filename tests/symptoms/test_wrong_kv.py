@@ -62,6 +62,7 @@ def test_a_failed_store_is_not_visible(
         tiers.save(prompt(1, blocks))
         tiers.only_below()
         assert device.failed
+        assert tiers.store.held("nvme") == blocks - 1, "it is not shown for a moment"
         assert tiers.load(prompt(1, blocks)) == nth
         assert tiers.count("saves_dropped", "nvme", reason="save_dropped") == 1
         assert "nvme: 1 blocks were not written: " in caplog.text

@@ -1,0 +1,60 @@
+"""Every known bug can still be put back: its snippet is where it was, once, and the tests that notice it exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+_spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+assert _spec is not None
+assert _spec.loader is not None
+mutants = importlib.util.module_from_spec(_spec)
+sys.modules["mutants"] = mutants  # dataclasses look their module up
+_spec.loader.exec_module(mutants)
+
+
+def test_every_mutant_fits_the_tree() -> None:
+    """Where this fails, a snippet was edited: say in ``tests/mutants`` how the same bug looks now."""
+    known = mutants.read_mutants(ROOT)
+    assert len(known) >= 30
+    assert mutants.misfits(ROOT, known) == []
+    for mutant in known:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+
+
+def test_what_does_not_fit_is_said() -> None:
+    tests = ("tests/test_key.py::test_golden_vectors",)
+    good = mutants.Mutant("m", "s", "kvtier/key.py", "def root_key(", "def roots_key(", tests)
+    assert mutants.misfits(ROOT, [good]) == []
+    for changes, says in (
+        ({"old": "not there at all"}, "is 0 times in kvtier/key.py"),
+        ({"old": "return"}, "times in kvtier/key.py, and has to be there once"),
+        ({"new": good.old}, "changes nothing"),
+        ({"file": "kvtier/nowhere.py"}, "is 0 times in kvtier/nowhere.py"),
+        ({"tests": ("tests/test_key.py::test_of_nothing",)}, "no test tests/test_key.py::test_of_nothing"),
+    ):
+        (wrong,) = mutants.misfits(ROOT, [mutants.Mutant(**{**vars(good), **changes})])
+        assert says in wrong
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "hang", "word", "right"),
+    [
+        (1, "1 failed", False, "red", True),
+        (0, "3 passed", False, "GREEN", False),
+        (0, "1 passed, 1 skipped in 1 s", False, "GREEN", False),
+        (0, "1 skipped in 1 s", False, "not run here", True),
+        (2, "error in collection", False, "pytest ended with 2", False),
+        (None, "", False, "stopped", False),
+        (None, "", True, "red (hangs)", True),
+    ],
+)
+def test_only_a_test_that_fails_is_red(code: int | None, output: str, hang: bool, word: str, right: bool) -> None:
+    mutant = mutants.Mutant("m", "s", "f", "a", "b", ("t",), hang)
+    assert mutants.verdict(mutant, mutants.Run(code, output, 1.0)) == (word, right)

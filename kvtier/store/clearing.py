@@ -28,6 +28,8 @@ from kvtier.transfer.workers import Urgency
 
 _log = logging.getLogger(__name__)
 
+STEPS = 16
+"""Steps of one upkeep."""
 MOST_TURNS = 8
 """Reads of a tier's epochs until it is seen to have all that it was told."""
 MOST_MODELS = 1 << 14
@@ -232,7 +234,10 @@ class Clearing:
                 tier.workers.submit(Urgency.SAVE, partial(self._record, tier, record))
             if place.dirty or place.swept != self.epochs.changes:
                 self._start_removing(tier)
-        self._sweep_dram()
+        for _ in range(STEPS):
+            if self._swept == self.epochs.changes:
+                break
+            self._sweep_dram()
 
     def _ask(self, tier: LowerTier) -> None:
         """On a transfer thread."""
@@ -250,7 +255,8 @@ class Clearing:
         place = self._places[tier.name]
         if not place.busy and tier.usable:
             place.busy = True
-            place.busy = tier.workers.submit(Urgency.SAVE, partial(self._remove, tier))
+            if not tier.workers.submit(Urgency.SAVE, partial(self._remove, tier)):
+                place.busy = False
 
     def _remove(self, tier: LowerTier) -> None:
         """On a transfer thread: one step in one tier."""
@@ -268,8 +274,6 @@ class Clearing:
     def _sweep_dram(self) -> None:
         """Drop some of the blocks that have been cleared, and have the tiers drop them as well."""
         changes = self.epochs.changes
-        if self._swept == changes:
-            return
         with self._lock:
             stop = min(self._next_slot + STEP, self._arena.pool.capacity)
             gone = self._arena.cleared(self._next_slot, stop, self.stale)

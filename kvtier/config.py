@@ -139,6 +139,8 @@ class TierOptions:
     """Only a tier in this process's own memory may sample."""
     policy: str = "lru"
     """Name of the eviction policy."""
+    encrypt: str | None = None
+    """Path of the key file under which frames are sealed; None: they are not."""
 
 
 _TIER_DEFAULTS = {

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 
 from kvtier.abc.audit import FaultKind
-from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, FrameHeader, Summer
+from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, SEALED, FrameHeader, Summer
 from kvtier.errors import CorruptFrame
 
 _BEGIN = struct.Struct(f"<{len(MAGIC)}sHH")
@@ -34,7 +34,7 @@ def read_header(page: memoryview, summer: Summer) -> FrameHeader | Flaw:
             return Flaw(FaultKind.OLD_SCHEMA, str(wrong))
         if version > FRAME_VERSION:
             return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
-        if flags != summer.flags:
+        if flags & ~SEALED != summer.flags:
             return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
         return Flaw(FaultKind.FLIPPED_BIT, str(wrong), ours=not summer.flags)
 
@@ -53,6 +53,8 @@ def payload_flaw(header: FrameHeader, payload: memoryview, summer: Summer) -> Fl
         return Flaw(
             FaultKind.WRONG_BYTES, f"the frame says {header.payload_bytes} bytes of payload, {len(payload)} are there"
         )
+    if header.nonce:  # only who has the key can prove it
+        return None
     if summer.of(payload[: header.payload_bytes]) != header.stored:
         return Flaw(FaultKind.FLIPPED_BIT, "the payload's sum does not match")
     return None

@@ -3,7 +3,7 @@
     offset  size  field                          offset  size  field
          0     6  magic "KVTIER"                    160     8  shard
          6     2  version                           168    16  layout fingerprint
-         8     2  flags (bit 0: keyed sums)         184     8  created (float64, wall clock)
+         8     2  flags (1: keyed sums, 2: sealed)   184     8  created (float64, wall clock)
         10     2  codec number                      192     8  expires_at (float64, 0 = never)
         12     4  depth                             200     8  raw bytes
         16    32  key                               208     8  payload bytes
@@ -11,11 +11,14 @@
         80    32  identity digest                   232    16  stored sum (of the encoded payload)
        112    32  scope digest                      248    16  adapter id
        144    16  tenant id                         264     4  clear epoch
-                                                    268   228  zero
+                                                    268    12  nonce of a sealed frame, else zero
+                                                    280   216  zero
                                                     496    16  sum of bytes 0 to 495
 
 Integers are little-endian. With the raw codec and plain sums, content and stored are the same number. Where others can
-write to a medium its stored and header sums are keyed blake2b; the content sum stays XXH3-128, under the header's sum.
+write to a medium its stored and header sums are keyed blake2b; the content sum stays XXH3-128, under the header's sum. In a
+sealed frame (``seal.py``) the content sum is encrypted, the tag of the seal stands for the stored sum, and the header's
+own sum is there as ever, so that an index can be rebuilt without the key.
 """
 
 from __future__ import annotations
@@ -38,13 +41,17 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 512
 SUM_BYTES = 16
+NONCE_BYTES = 12
 FRAME_VERSION = 1
 MAX_PAYLOAD_BYTES = 1 << 30
 """No frame is longer; a header that says so is corrupt."""
 
 MAGIC = b"KVTIER"
 _KEYED = 1
-_FIELDS = struct.Struct("<6sHHHI32s32s32s32s16s4H16sddQQ16s16s16sI")
+SEALED = 2
+_FIELDS = struct.Struct("<6sHHHI32s32s32s32s16s4H16sddQQ16s16s16sI12s")
+_SUMS_AT = 216
+"""Where content and stored sum stand, one behind the other."""
 _BODY_BYTES = HEADER_BYTES - SUM_BYTES
 _ZEROS = bytes(_BODY_BYTES - _FIELDS.size)
 PIECE_BYTES = 384 << 10
@@ -106,6 +113,11 @@ def copy_with_sum(source: ByteArray, into: ByteArray) -> bytes:
     return digester.digest()
 
 
+def associated_data(page: memoryview) -> bytes:
+    """What the seal of the frame with this header vouches for besides what it hides: all but the sums."""
+    return bytes(page[:_SUMS_AT]) + bytes(page[_SUMS_AT + 2 * SUM_BYTES : _BODY_BYTES])
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a frame has to be, for a reader to believe it."""
@@ -154,6 +166,8 @@ class FrameHeader:
     """Adapter id, 16 bytes; zeros for none."""
     epoch: int = 0
     """Clear epoch of the scope."""
+    nonce: bytes = b""
+    """Of a sealed frame, 12 bytes: its content sum is then encrypted, and its stored sum is the tag."""
 
     @classmethod
     def of(
@@ -197,7 +211,7 @@ class FrameHeader:
             0,
             MAGIC,
             FRAME_VERSION,
-            summer.flags,
+            summer.flags | (SEALED if self.nonce else 0),
             self.codec,
             self.depth,
             self.key,
@@ -218,6 +232,7 @@ class FrameHeader:
             self.stored,
             self.adapter,
             self.epoch,
+            self.nonce,
         )
         page[_FIELDS.size : _BODY_BYTES] = _ZEROS
         page[_BODY_BYTES:HEADER_BYTES] = summer.of(page[:_BODY_BYTES])
@@ -237,14 +252,14 @@ class FrameHeader:
             raise CorruptFrame(f"not a frame: begins with {magic!r}")
         if version != FRAME_VERSION:
             raise CorruptFrame(f"frame version {version}, this build reads {FRAME_VERSION}")
-        if flags != summer.flags:
+        if flags & ~SEALED != summer.flags:
             raise CorruptFrame(
                 "keyed sums where plain ones are set up" if flags & _KEYED else "plain sums where keyed ones are set up"
             )
         if summer.of(page[:_BODY_BYTES]) != bytes(page[_BODY_BYTES:HEADER_BYTES]):
             raise CorruptFrame("the header's sum does not match")
         tp_rank, tp_size, pp_stage, group, layout, created, expires_at, raw_bytes, payload_bytes = fields[10:19]
-        content, stored, adapter, epoch = fields[19:]
+        content, stored, adapter, epoch, nonce = fields[19:]
         if max(raw_bytes, payload_bytes) > most_bytes:
             raise CorruptFrame(f"lengths {raw_bytes} and {payload_bytes} exceed {most_bytes} bytes")
         if not (math.isfinite(created) and math.isfinite(expires_at)) or tp_rank >= tp_size:
@@ -267,6 +282,7 @@ class FrameHeader:
             stored=stored,
             adapter=adapter,
             epoch=epoch,
+            nonce=nonce if flags & SEALED else b"",
         )
 
     def expired(self, now: float) -> bool:

@@ -159,6 +159,11 @@ def _check(plans: Sequence[TierPlan]) -> None:
         if plan.options.policy not in _POLICIES:
             known = ", ".join(_POLICIES)
             raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: {known}")
+    if plans[0].options.encrypt is not None:
+        raise ConfigError(
+            f"{plans[0].url}: encrypt: dram is this process's own memory, where blocks are in use; "
+            f"only tiers below it can be encrypted"
+        )
     if plans[0].options.codec != "raw":
         raise ConfigError(f"{plans[0].url}: codec: dram keeps blocks as they are; only raw is possible")
 

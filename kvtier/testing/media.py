@@ -298,7 +298,11 @@ class KeyMediumSuite(LastingMediumSuite[K], Generic[K]):
         status = [one.status for one in medium.read(wanted, [[room(10)] for _ in wanted])]
         assert status == [Status.ABSENT] * 6
         again = self.fill(medium, wanted[:2], 20)
-        assert medium.reclaim() in (0, 4, 6)  # nothing is kept, the new ones took the places of two, or names of their own
+        assert medium.reclaim() in (
+            0,
+            4,
+            6,
+        )  # nothing is kept, the new ones took the places of two, or names of their own
         assert (medium.probe(wanted), medium.reclaim()) == (2, 0)
         into = [room(20), room(20)]
         assert all(one.done for one in medium.read(wanted[:2], [[each] for each in into]))

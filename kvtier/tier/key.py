@@ -110,12 +110,17 @@ class KeyTier(LowerTier):
     def _fetch(
         self, addresses: Sequence[Address], views: Sequence[memoryview], asked: Sequence[Asked]
     ) -> tuple[list[Outcome], list[FrameHeader | None]]:
-        return read_frames(self._names, addresses, views, asked, self._codec, now=time.time())
+        return read_frames(self._names, addresses, views, asked, self._codec, now=time.time(), sealer=self._sealer)
 
     def _put(self, parcels: Sequence[Parcel]) -> list[Outcome]:
         addresses = [parcel.address for parcel in parcels]
         outcomes = write_frames(
-            self._names, addresses, [p.view for p in parcels], [p.header for p in parcels], self._codec
+            self._names,
+            addresses,
+            [p.view for p in parcels],
+            [p.header for p in parcels],
+            self._codec,
+            sealer=self._sealer,
         )
         self._note([a for a, outcome in zip(addresses, outcomes, strict=True) if outcome.done])
         return outcomes

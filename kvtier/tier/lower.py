@@ -20,6 +20,7 @@ from kvtier.abc.medium import LastingMedium, Medium, Outcome, Status
 from kvtier.abc.policy import EntryMeta
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
+from kvtier.codec.seal import Sealer
 from kvtier.config import TierOptions
 from kvtier.errors import KvtierError, MediumError, MediumFull
 from kvtier.key import Address, Lot
@@ -85,6 +86,7 @@ class LowerTier(ABC):
         self.metrics = metrics
         self.degraded: str | None = None
         self._codec = codec
+        self._sealer = None if options.encrypt is None else Sealer.from_file(options.encrypt)
         self._lock = lock
         self._clock = clock
         self._tried = 0.0

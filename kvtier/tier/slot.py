@@ -148,7 +148,13 @@ class SlotTier(LowerTier):
         headers: list[FrameHeader | None] = [None] * len(addresses)
         try:
             read, seen = read_frames(
-                self._slots, slots, [views[i] for i in at], [asked[i] for i in at], self._codec, now=time.time()
+                self._slots,
+                slots,
+                [views[i] for i in at],
+                [asked[i] for i in at],
+                self._codec,
+                now=time.time(),
+                sealer=self._sealer,
             )
             for index, outcome, header in zip(at, read, seen, strict=True):
                 outcomes[index], headers[index] = outcome, header
@@ -168,7 +174,12 @@ class SlotTier(LowerTier):
         try:
             chosen = [parcels[index] for index in new[: len(slots)]]
             written = write_frames(
-                self._slots, slots, [p.view for p in chosen], [p.header for p in chosen], self._codec
+                self._slots,
+                slots,
+                [p.view for p in chosen],
+                [p.header for p in chosen],
+                self._codec,
+                sealer=self._sealer,
             )
             for index, slot, parcel, outcome in zip(new, slots, chosen, written, strict=False):
                 outcomes[index] = outcome

@@ -30,6 +30,7 @@ from kvtier.codec.frame import (
     copy_with_sum,
     summer_of,
 )
+from kvtier.codec.seal import Sealer, new_nonce
 from kvtier.errors import CorruptFrame
 from kvtier.transfer.staging import Staging
 
@@ -132,20 +133,22 @@ def write_frames(
     sources: Sequence[memoryview],
     headers: Sequence[FrameHeader],
     codec: Codec,
+    *,
+    sealer: Sealer | None = None,
 ) -> list[Outcome]:
-    """Write blocks (``sources[i]``: DRAM views of at least ``headers[i].raw_bytes``) as frames.
+    """Write blocks (``sources[i]``: DRAM views of at least ``headers[i].raw_bytes``) as frames, sealed if there is a ``sealer``.
 
     The headers' content sums are believed. Codec number, payload length and stored sum are filled in here. Raw frames
-    go down in one ``medium.write``; another codec encodes and writes about ``PART_BYTES`` at a time.
+    go down in one ``medium.write``; what is encoded or sealed is so, and is written, about ``PART_BYTES`` at a time.
     """
-    framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
+    framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key), sealer)
 
     def frame(part: range, pages: Sequence[memoryview], rooms: Sequence[memoryview]) -> list[Iovec]:
         return [
             framer.frame(headers[i], sources[i], page, room) for i, page, room in zip(part, pages, rooms, strict=True)
         ]
 
-    if codec.number == 0:
+    if codec.number == 0 and sealer is None:
         with _staging.lend(len(places), framer.head) as pages:
             return medium.write(places, frame(range(len(places)), pages, sources))
 
@@ -166,14 +169,16 @@ def read_frames(
     codec: Codec,
     *,
     now: float,
+    sealer: Sealer | None = None,
 ) -> tuple[list[Outcome], list[FrameHeader | None]]:
     """Read frames into DRAM views (at least ``asked[i].raw_bytes`` long) and prove each: header, identity, sums.
 
     A frame is proven by the thread that read it, as soon as it is there. Also returns the header of each block that is
     DONE: its content sum and expiry go into the pool. A frame that is expired at ``now`` (wall-clock seconds) is ABSENT;
-    whatever is not what was asked for is CORRUPT and says why.
+    whatever is not what was asked for is CORRUPT and says why: a sealed frame where there is no ``sealer`` as well, and one
+    that is not sealed where there is.
     """
-    framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key))
+    framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key), sealer)
     headers: list[FrameHeader | None] = [None] * len(places)
 
     def read(part: range) -> list[Outcome]:
@@ -201,11 +206,12 @@ def read_frames(
 class _Framer:
     """Makes and proves the frames of one medium with one codec."""
 
-    def __init__(self, header_bytes: int, codec: Codec, summer: Summer) -> None:
+    def __init__(self, header_bytes: int, codec: Codec, summer: Summer, sealer: Sealer | None) -> None:
         self.head = max(HEADER_BYTES, header_bytes)
         self._page_bytes = header_bytes
         self._codec = codec
         self._summer = summer
+        self._sealer = sealer
 
     def padded(self, view: memoryview, nbytes: int) -> memoryview:
         """The first ``nbytes`` of ``view``, made up to whole pages where the medium moves pages and the view has room."""
@@ -215,6 +221,8 @@ class _Framer:
 
     def frame(self, header: FrameHeader, source: memoryview, page: memoryview, room: memoryview) -> Iovec:
         raw = source[: header.raw_bytes]
+        if self._sealer is not None:
+            return self._sealed(self._sealer, header, raw, page, room)
         if self._codec.number == 0:
             stored = header.content if self._summer is PLAIN else self._summer.of(raw)
             if (header.codec, header.payload_bytes, header.stored) != (
@@ -229,6 +237,20 @@ class _Framer:
             header = replace(header, codec=self._codec.number, payload_bytes=used, stored=self._summer.of(room[:used]))
             payload = self.padded(room, used)
         header.pack_into(page, self._summer)
+        return page[: self.head], payload
+
+    def _sealed(
+        self, sealer: Sealer, header: FrameHeader, raw: memoryview, page: memoryview, room: memoryview
+    ) -> Iovec:
+        plain = raw if self._codec.number == 0 else room[: self._codec.encode(raw, room)]
+        used = len(plain)
+        header = replace(header, codec=self._codec.number, payload_bytes=used, nonce=new_nonce())
+        header.pack_into(page, self._summer)
+        content, tag = sealer.seal(header.tenant, header.nonce, page, header.content, plain, room)
+        replace(header, content=content, stored=tag).pack_into(page, self._summer)
+        payload = self.padded(room, used)
+        payload[used:] = bytes(len(payload) - used)  # staged memory has held plain bytes before
+        page[HEADER_BYTES : self.head] = bytes(self.head - HEADER_BYTES)
         return page[: self.head], payload
 
     def proven(self, outcome: Outcome, frame: Iovec, into: memoryview, asked: Asked, now: float) -> Proven:
@@ -250,6 +272,10 @@ class _Framer:
         if header.payload_bytes > min(came, len(room)):
             raise CorruptFrame(f"{came} bytes came of a payload of {header.payload_bytes}")
         payload = room[: header.payload_bytes]
+        if self._sealer is not None:
+            return self._opened(self._sealer, header, page, payload, into[: asked.raw_bytes])
+        if header.nonce:
+            raise CorruptFrame("the frame is sealed, and this tier has no key (encrypt=KEYFILE)")
         if self._summer.of(payload) != header.stored:
             raise CorruptFrame("stored sum does not match")
         if self._codec.number == 0:
@@ -264,6 +290,22 @@ class _Framer:
         if not self._codec.lossy and content_sum(raw) != header.content:
             raise CorruptFrame("content sum does not match")
         return header
+
+    def _opened(
+        self, sealer: Sealer, header: FrameHeader, page: memoryview, payload: memoryview, raw: memoryview
+    ) -> FrameHeader:
+        """The header with its content sum in plain, once ``raw`` holds the block; of the raw codec ``payload`` lies in it."""
+        if not header.nonce:
+            raise CorruptFrame("the frame is not sealed, and this tier has a key (encrypt=KEYFILE)")
+        if self._codec.number == 0 and header.payload_bytes != header.raw_bytes:
+            raise CorruptFrame(f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}")
+        content, came = sealer.open(header.tenant, header.nonce, page, header.content, header.stored, payload)
+        if self._codec.number:
+            self._codec.decode(payload, raw)
+            came = content_sum(raw)
+        if came != content:  # the seal vouches for what DRAM held by then, and this for what was saved
+            raise CorruptFrame("content sum does not match")
+        return replace(header, content=content, stored=content, codec=0, payload_bytes=header.raw_bytes, nonce=b"")
 
 
 def _seen(dram: SlotMedium, place: int) -> memoryview:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -184,6 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="seed of everything that is drawn (default: another one each time)")
     given = parser.parse_args(arguments)
+    if (
+        arguments is None and sys.flags.hash_randomization
+    ):  # sets of bytes go in another order, and the seed tells nothing
+        os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "PYTHONHASHSEED": "0"})
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
     sys.stdout.write(f"seed          {seed}\n")
     sys.stdout.flush()

@@ -165,9 +165,14 @@ class Oracle:
             for name, origin in self._origins.items()
             if what.tenant in (None, origin.tenant) and origin.epoch < done.epoch
         ]
+        told = any(done.tiers[name].trouble is None for name in self.rig.lasting)
+        if (
+            self.rig.dead or not told
+        ):  # a clear that the power took, or that only the process knows of, may not outlive it
+            self._doubtful.update(name for name in names if name not in self.cleared)
+        else:
+            self._doubtful.difference_update(names)
         self.cleared.update(dict.fromkeys(names, self._time))
-        if all(done.tiers[name].trouble is not None for name in self.rig.lasting):
-            self._doubtful.update(names)
 
     def clear_tier(self, tier: str) -> None:
         self.rig.store.clear(Selection(), tier)

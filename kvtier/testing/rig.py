@@ -303,13 +303,16 @@ class TieredRig(Rig):
         if kill:
             self.snapshot()
         dead, self._snapshot = self._snapshot, None
+        between, self.meanwhile = self.meanwhile, None  # nobody calls a store that is being closed, or is not open yet
         self.store.close()
         if dead is None:
             self._open(self._place)
+            self.meanwhile = between
             return True
         shutil.rmtree(self._place)
         self._server = self._left
         self._open(dead)
+        self.meanwhile = between
         assert self.nvme.pool.ready >= self._committed, (
             f"{self._committed} blocks were committed to NVMe, {self.nvme.pool.ready} are there after the kill"
         )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,9 +209,7 @@ def test_a_rebuilt_index_knows_all_that_the_lost_one_knew(tmp_path: Path, spoil:
     tier = tier_over(medium)
     for number in range(8):
         batch = Batch(EACH, BLOCK, seed=number, expires_at=5e9 + number)
-        batch.headers = [
-            header.__class__(**{**fields_of(header), "tenant": bytes([number]) * 16}) for header in batch.headers
-        ]
+        batch.headers = [replace(header, tenant=bytes([number]) * 16) for header in batch.headers]
         assert all(outcome.done for outcome in tier.put(parcels(batch)))
     before = known(medium.journal.load())
     tier.close()
@@ -220,10 +219,6 @@ def test_a_rebuilt_index_knows_all_that_the_lost_one_knew(tmp_path: Path, spoil:
     assert len({row[4] for row in before}) == 8
     assert tier_over(again).pool.check() == []
     again.close()
-
-
-def fields_of(header: object) -> dict[str, object]:
-    return {name: getattr(header, name) for name in header.__class__.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
 def known(records: list[Record]) -> list[tuple[object, ...]]:

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
@@ -38,6 +38,24 @@ _TABLES = """
     CREATE TABLE about (kind TEXT, digest BLOB, text TEXT, seen REAL, PRIMARY KEY (kind, digest)) WITHOUT ROWID;
     CREATE TABLE epoch (name TEXT PRIMARY KEY, epoch INTEGER) WITHOUT ROWID;
 """
+_NOT_OURS = {
+    "block": """
+        typeof(stride) != 'integer' OR typeof(slot) != 'integer' OR slot < 0 OR typeof(address) != 'blob' OR
+        length(address) != 40 OR typeof(parent) != 'blob' OR length(parent) != 40 OR typeof(depth) != 'integer' OR
+        depth NOT BETWEEN 0 AND 4294967295 OR typeof(used) != 'real' OR typeof(expires_at) NOT IN ('real', 'null') OR
+        typeof(origin) != 'integer' OR origin NOT IN (SELECT id FROM origin)
+    """,
+    "freed": "typeof(stride) != 'integer' OR typeof(slot) != 'integer'",
+    "origin": """
+        typeof(tenant) != 'blob' OR length(tenant) != 16 OR typeof(identity) != 'blob' OR length(identity) != 32 OR
+        typeof(adapter) != 'blob' OR length(adapter) != 16 OR typeof(epoch) != 'integer' OR
+        epoch NOT BETWEEN 0 AND 4294967295 OR
+        id NOT IN (SELECT min(id) FROM origin GROUP BY tenant, identity, adapter, epoch)
+    """,
+    "about": "typeof(kind) != 'text' OR typeof(digest) != 'blob' OR typeof(text) != 'text' OR typeof(seen) != 'real'",
+    "epoch": "typeof(name) != 'text' OR typeof(epoch) != 'integer' OR epoch NOT BETWEEN 1 AND 4294967295",
+}
+"""Per table what no row of ours is. SQLite keeps any value in any column: one such row, and the header pages are believed."""
 EPOCHS_COPY = "epochs.json"
 """File beside the database that outlives it."""
 _FLUSH_SECONDS = 5.0
@@ -54,6 +72,23 @@ def nowhere(point: str) -> None:
     In order: ``after delete`` (its slots may be reused), ``before payload`` and ``after payload`` (per slot), ``after sync``,
     ``after commit``.
     """
+
+
+def _schema(database: sqlite3.Connection) -> list[tuple[str, str, str | None]]:
+    return database.execute("SELECT type, name, sql FROM sqlite_master ORDER BY name").fetchall()
+
+
+def _look_through(database: sqlite3.Connection) -> None:
+    """Raises ``sqlite3.DatabaseError`` where there is a table, or a row, that no build of this schema writes."""
+    with closing(sqlite3.connect(":memory:")) as ours:
+        ours.executescript(_TABLES)
+        if _schema(database) != _schema(ours):
+            raise sqlite3.DatabaseError("its tables are not those of this schema")
+    for table, not_ours in _NOT_OURS.items():
+        if database.execute(f"SELECT 1 FROM {table} WHERE {not_ours} LIMIT 1").fetchone():  # noqa: S608 - words of ours
+            raise sqlite3.DatabaseError(f"a row of {table} is none of ours")
+    for table in ("about", "epoch"):
+        database.execute(f"SELECT * FROM {table}").fetchall()  # noqa: S608 - raises where a text is not UTF-8
 
 
 class NvmeJournal(Journal):
@@ -79,7 +114,7 @@ class NvmeJournal(Journal):
         """Why an existing database could not be used."""
         try:
             self._database = self._opened()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter is of a damaged schema
             self.lost = str(error)
             self.fresh = True
             for part in self._files():
@@ -115,6 +150,8 @@ class NvmeJournal(Journal):
                 raise sqlite3.DatabaseError(f"schema {schema} (0: never finished), this build has {SCHEMA}")
             elif (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(found)
+            else:
+                _look_through(database)
         except BaseException:
             database.close()
             raise

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from kvtier.abc.connector import Finished, KVConnector, LoadPlan, SavePlan, StepPlan
+from kvtier.abc.store import Reason
 from kvtier.key import BlockKey, Origin, Span
 from kvtier.testing.blocks import LAYOUT, EngineMemory, chain, content
 
@@ -270,6 +271,17 @@ class ConnectorSuite:
         connector.scheduler.request_finished("second")
         self.loaded(connector, plan)  # right bytes, or named as failed
         assert self.blocks(connector, "third", keys) == 2
+
+    def test_what_the_engine_drops_is_gone_until_it_is_saved_again(self, connector: KVConnector) -> None:
+        keys = chain(1, 4)
+        self.saved(connector, "first", keys, range(4))
+        connector.scheduler.drop(Span(keys.origin, keys.keys[0], 1, keys.keys[1:]), Reason.RECOMPUTED_DIFFERENTLY)
+        self.turn()
+        assert self.blocks(connector, "second", keys) == 1, "what lies before stays"
+        connector.scheduler.request_finished("second")
+        assert self.saved(connector, "third", keys, range(8, 12)) == 4
+        assert self.blocks(connector, "fourth", keys) == 4
+        connector.scheduler.request_finished("fourth")
 
     def test_requests_it_never_saw_may_end(self, connector: KVConnector) -> None:
         for _ in range(2):

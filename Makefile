@@ -2,6 +2,7 @@
 #   make demo    serve one long prompt cold, then from HBM, DRAM, NVMe and Redis; ARGS="--json FILE" for the numbers
 #   make test    the whole suite, fast tests first; ARGS="-k name" for a part of it
 #   make mutants put known bugs back, one at a time, and see that the tests notice; ARGS="-k word" for some, --list
+#   make test-gpu   the tests that need a GPU, with PYTHON's own torch, CuPy and Triton, and no .venv
 #   make lint    ruff and the import contracts        make types   mypy
 #   make bench   every benchmark, results in build/bench/
 #   make clean   remove what the other verbs left behind, except .venv
@@ -45,6 +46,10 @@ test: $(STAMP)
 
 mutants: $(STAMP)
 	@$(BIN)/python scripts/mutants.py $(ARGS)
+
+.PHONY: test-gpu
+test-gpu:
+	@PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/gpu -m gpu --confcutdir=tests -s $(ARGS)
 
 lint: $(STAMP)
 	@echo "lint: ruff"

@@ -5,7 +5,7 @@ and the stream that computes. `CudaQueue` is CUDA's, through CuPy, which is impo
 
 Large pieces go one by one through the copy engines (``cudaMemcpyAsync``: nothing is faster, and no multiprocessor is
 taken from the computation). For pieces below `KERNEL_BYTES` the launch of each would cost more than its bytes: there one
-kernel moves them all, reading and writing page-locked host memory directly. See docs/design/0008.
+kernel moves them all, reading and writing page-locked host memory directly. See docs/design/0011.
 """
 
 from __future__ import annotations

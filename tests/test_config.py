@@ -371,6 +371,10 @@ def test_a_toml_value_keeps_its_type(tmp_path: Path) -> None:
         ({"KVTIER_hbm_blocks": "1"}, r"did you mean 'KVTIER_HBM_BLOCKS'\?"),
         ({"KVTIER_HBM_BLOCKS": "x"}, "environment KVTIER_HBM_BLOCKS: hbm_blocks: 'x' is not a whole number"),
         ({"KVTIER_HBM_BLOCKS": "0"}, "environment KVTIER_HBM_BLOCKS: hbm_blocks: 0 is less than 2"),
+        (
+            {"KVTIER_RECOMPUTE_SAMPLE": "1.5"},
+            "environment KVTIER_RECOMPUTE_SAMPLE: recompute_sample: 1.5 is more than 1",
+        ),
         ({"KVTIER_KV_DTYPE": "int3"}, "kv_dtype: 'int3' is not one of auto, bf16, fp16, fp32"),
         ({"KVTIER_TIERS": "dram"}, "environment KVTIER_TIERS: tiers: 'dram' is not a tier URL"),
         ({"KVTIER_CONFIG": "/nowhere/kvtier.toml"}, "/nowhere/kvtier.toml: cannot read the settings: No such file"),

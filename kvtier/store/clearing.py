@@ -28,12 +28,12 @@ from kvtier.transfer.workers import Urgency
 
 _log = logging.getLogger(__name__)
 
-STEPS = 16
+STEPS = 64
 """Steps of one upkeep."""
 MOST_TURNS = 8
 """Reads of a tier's epochs until it is seen to have all that it was told."""
 MOST_MODELS = 1 << 14
-STEP = 1024
+STEP = 256
 """Blocks of DRAM that go, and slots that are looked at, while the lock is held once."""
 ASK_SECONDS = 1.0
 """How often a shared tier is asked for what others have cleared where no probe does, and a tier is told what it lacks."""

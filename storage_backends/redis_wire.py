@@ -1,6 +1,7 @@
 """One connection to a Redis-compatible server: redis-py's for everything small, its bare socket for payloads.
 
-Payloads go from and into the caller's buffers. Between two calls the stream stands at the start of a reply: whatever is
+Payloads go from and into the caller's buffers, and every reply is read here, because redis-py's parser believes the lengths
+that it is told. Between two calls the stream stands at the start of a reply: whatever is
 sent is answered and drained in the same call, and any error closes the connection.
 """
 
@@ -17,6 +18,7 @@ import redis.exceptions as foreign
 from redis.connection import Connection
 
 from kvtier.abc.medium import Iovec, Outcome, Status
+from kvtier.codec.frame import MAX_PAYLOAD_BYTES
 from kvtier.errors import MediumError, MediumFull, MediumRefused, MediumUnavailable
 from kvtier.storage_backends.iovec import total
 
@@ -28,6 +30,12 @@ REQUESTS_AHEAD = 2
 _LINE_BYTES = 1 << 10
 """Longest line of a reply; a little more than it is received with it, past which values go to their own buffers."""
 _SOCKET_BYTES = 1 << 20
+_WORD_BYTES = 1 << 20
+"""Longest string in a reply that is not a value."""
+_REPLY_BYTES = 64 << 20
+"""Longest reply that is not a value: more cannot be an answer to anything that is asked here."""
+_DEPTH = 4
+"""Arrays within arrays."""
 
 FOREIGN: tuple[type[Exception], ...] = (
     *(kind for kind in vars(foreign).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -42,8 +50,13 @@ _ERROR_KINDS: dict[str, type[foreign.RedisError]] = {
     "NOPERM": foreign.NoPermissionError,
     "READONLY": foreign.ReadOnlyError,
     "LOADING": foreign.BusyLoadingError,
+    "NOSCRIPT": foreign.NoScriptError,
+    "EXECABORT": foreign.ExecAbortError,
+    "CLUSTERDOWN": foreign.ClusterDownError,
 }
 
+_SENSELESS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What comes of a reply of another kind than its command has."""
 _UNAVAILABLE = (foreign.BusyLoadingError, foreign.TimeoutError, foreign.ConnectionError, foreign.ClusterDownError)
 
 
@@ -80,11 +93,13 @@ def _caused_by(error: BaseException | None, kind: type[BaseException]) -> BaseEx
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Turn whatever redis-py or a socket raises inside into a ``MediumError``."""
+    """Turn whatever redis-py or a socket raises inside, or a senseless reply brings about, into a ``MediumError``."""
     try:
         yield
     except FOREIGN as error:
         raise medium_error(error, where) from error
+    except _SENSELESS as error:
+        raise MediumRefused(f"{where}: not an answer to what was asked ({type(error).__name__}: {error})") from error
 
 
 class Wire:
@@ -138,18 +153,23 @@ class Wire:
         """One command; an error reply is raised."""
         with self._opened() as connection:
             connection.send_command(*words, check_health=False)
-            return connection.read_response(disable_decoding=True)
+            stream = self._stream(connection)
+            reply = stream.reply()
+            stream.end()
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
 
     def pipeline(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Replies in order; an error reply is returned, not raised."""
-        replies: list[Any] = []
         with self._opened() as connection:
             connection.send_packed_command(connection.pack_commands(commands), check_health=False)
-            for _ in commands:
-                try:
-                    replies.append(connection.read_response(disable_decoding=True))
-                except foreign.ResponseError as error:
-                    replies.append(error)
+            stream = self._stream(connection)
+            replies = [stream.reply() for _ in commands]
+            stream.end()
+            for reply in replies:
+                if isinstance(reply, Exception) and not isinstance(reply, foreign.ResponseError):
+                    raise reply  # holds for the connection, not for one command
         return replies
 
     def set_all(self, items: Sequence[tuple[bytes, Iovec]], ttl_ms: int) -> Iterator[Exception | None]:
@@ -157,52 +177,89 @@ class Wire:
         expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)
         sent: deque[int] = deque()
         with self._opened() as connection:
-            sock = connection._sock
+            sock, stream = connection._sock, self._stream(connection)
             for name, value in items:
                 size = total(value)
                 while sent and sum(sent) + size > IN_FLIGHT_BYTES:
                     sent.popleft()
-                    yield _reply(connection)
+                    yield stream.error()
                 _send(sock, b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size), value, expiry)
                 sent.append(size)
             for _ in sent:
-                yield _reply(connection)
+                yield stream.error()
+            stream.end()
 
     def get_all(self, items: Sequence[tuple[bytes, Iovec]]) -> Iterator[Outcome | Exception]:
         """GET every name into its buffers; per item, in order, what came or the error reply."""
         requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name, _ in items]
         with self._opened() as connection:
-            stream = _Stream(connection._sock, self._scratch)
+            stream = self._stream(connection)
             connection._sock.sendall(b"".join(requests[:REQUESTS_AHEAD]))
             for index, (_, into) in enumerate(items):
                 if index + REQUESTS_AHEAD < len(requests):
                     connection._sock.sendall(requests[index + REQUESTS_AHEAD])
                 yield stream.value(into)
-            if stream.left:
-                raise foreign.InvalidResponse("more came than was asked for")
+            stream.end()
+
+    def _stream(self, connection: Any) -> _Stream:  # noqa: ANN401 - see _opened
+        return _Stream(connection._sock, self._scratch)
 
 
 class _Stream:
-    """Replies of a run of GETs: lines through a small buffer, values past it."""
+    """Replies: lines through a small buffer, values past it. Nothing is allocated by a length that is not believable."""
 
     def __init__(self, sock: socket.socket, buffer: memoryview) -> None:
         self._sock = sock
         self._buffer = buffer
         self._start = self._end = 0
+        self._read_bytes = 0
 
     @property
     def left(self) -> int:
         """Bytes that have come and have not been taken."""
         return self._end - self._start
 
+    def end(self) -> None:
+        """All replies have been taken. Raises where more has come."""
+        if self.left:
+            raise foreign.InvalidResponse("more came than was asked for")
+
+    def error(self) -> Exception | None:
+        """A reply of which only matters whether it is an error."""
+        reply = self.reply()
+        return reply if isinstance(reply, Exception) else None
+
+    def reply(self, depth: int = 0) -> Any:  # noqa: ANN401 - a command's reply
+        """One reply, error replies as exceptions. Raises ``InvalidResponse`` for what no answer of a server to us is."""
+        line = self._line()
+        self._read_bytes = len(line) + (self._read_bytes if depth else 0)
+        kind, rest = line[:1], line[1:]
+        if kind == b"-":
+            return _error_of(rest)
+        if kind == b"+":
+            return rest
+        number = _number(line)
+        if kind == b":":
+            return number
+        self._read_bytes += max(0, number) if kind == b"$" else 0
+        if self._read_bytes > _REPLY_BYTES or number > _WORD_BYTES or depth > _DEPTH or kind not in b"$*":
+            raise foreign.InvalidResponse(repr(line[:64]))
+        if number < 0:
+            return None
+        if kind == b"*":
+            return [self.reply(depth + 1) for _ in range(number)]
+        word = bytearray(number)
+        self._fill(memoryview(word))
+        self._skip(2)
+        return bytes(word)
+
     def value(self, into: Iovec) -> Outcome | Exception:
         line = self._line()
         if line[:1] == b"-":
-            word, _, text = line[1:].decode("utf-8", "replace").partition(" ")
-            return _ERROR_KINDS.get(word, foreign.ResponseError)(f"{word} {text}")
-        if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
+            return _error_of(line[1:])
+        size = _number(line)
+        if line[:1] != b"$" or size > MAX_PAYLOAD_BYTES:
             raise foreign.InvalidResponse(repr(line[:64]))
-        size = int(line[1:])
         if size < 0:
             return Outcome(Status.ABSENT)
         room = total(into)
@@ -250,12 +307,17 @@ class _Stream:
             count -= taken
 
 
-def _reply(connection: Any) -> Exception | None:  # noqa: ANN401 - see Wire._opened
-    try:
-        connection.read_response(disable_decoding=True)
-    except foreign.ResponseError as error:
-        return error
-    return None
+def _error_of(text: bytes) -> Exception:
+    word, _, rest = text.decode("utf-8", "replace").partition(" ")
+    return _ERROR_KINDS.get(word, foreign.ResponseError)(f"{word} {rest}")
+
+
+def _number(line: bytes) -> int:
+    """The number behind the kind of a reply."""
+    digits = line[1:]
+    if not digits.removeprefix(b"-").isdigit() or len(digits) > 20:
+        raise foreign.InvalidResponse(repr(line[:64]))
+    return int(digits)
 
 
 def _send(sock: socket.socket, head: bytes, value: Iovec, tail: bytes) -> None:

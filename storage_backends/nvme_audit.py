@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,9 @@ from kvtier.storage_backends.nvme_directory import (
     stride_of,
 )
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
-from kvtier.storage_backends.nvme_journal import SCHEMA, NvmeJournal
+from kvtier.storage_backends.nvme_journal import SCHEMA, NvmeJournal, look_through
 
+_TWICE = "SELECT stride, slot FROM block GROUP BY 1, 2 HAVING count(*) > 1"
 ASK = "ask that server itself with `kvtier doctor --url URL` or `--uds PATH`, or stop it first"
 
 
@@ -50,9 +51,6 @@ class _Row:
         return _place(self.stride, self.slot)
 
 
-_Rows = Mapping[int, list[_Row]]
-
-
 class NvmeAuditor(Auditor):
     """Holds the directory's lock from its opening to its end, so no server is using what it looks at."""
 
@@ -70,7 +68,7 @@ class NvmeAuditor(Auditor):
     def look(self, progress: Progress) -> Iterator[Finding]:
         yield from self._foreign()
         strides = sorted(filter(None, (stride_of(path.name) for path in self._directory.iterdir())))
-        rows: dict[int, dict[int, list[_Row]]] = defaultdict(lambda: defaultdict(list))
+        rows: dict[int, dict[int, _Row]] = defaultdict(dict)
         freed: set[tuple[int, int]] = set()
         index_lost = self._index_fault(bool(strides))
         if index_lost is not None:
@@ -78,10 +76,10 @@ class NvmeAuditor(Auditor):
         elif (self._directory / DATABASE).exists():
             listed, freed = self._read_index()
             for row in listed:
-                rows[row.stride][row.slot].append(row)
+                rows[row.stride][row.slot] = row
             yield from self._doubles(listed)
         for stride in sorted(rows.keys() - strides):
-            for row in (row for several in rows[stride].values() for row in several):
+            for row in rows[stride].values():
                 detail = f"the index names block {_short(row.address)} here; there is no {file_name(stride)}"
                 yield Finding(FaultKind.ORPHAN_ROW, row.place, detail, partial(self._forget, stride, row.slot))
         todo = {stride: sorted({*self._file(stride).used_slots(), *rows[stride]}) for stride in strides}
@@ -89,7 +87,7 @@ class NvmeAuditor(Auditor):
         for stride, slots in todo.items():
             for slot in slots:
                 unnamed_is_fault = index_lost is None and (stride, slot) not in freed
-                yield from self._slot(stride, slot, rows[stride].get(slot, []), unnamed_is_fault)
+                yield from self._slot(stride, slot, rows[stride].get(slot), unnamed_is_fault)
                 self.looked_at += 1
                 progress(self.looked_at, total)
         held = held_bytes(self._directory)
@@ -133,7 +131,13 @@ class NvmeAuditor(Auditor):
                     detail = f"the index has schema {schema}, this build has {SCHEMA}"
                     return rebuild(FaultKind.OLD_SCHEMA, detail=detail)
                 (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        except sqlite3.DatabaseError as error:
+                if found == "ok":
+                    twice = database.execute(_TWICE).fetchone()
+                    if twice is not None:
+                        detail = f"names slot {twice[1]} of {file_name(twice[0])} twice"
+                        return rebuild(FaultKind.DOUBLE_SLOT, detail=detail)
+                    look_through(database)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             found = str(error)
         return rebuild(FaultKind.LOST_INDEX, detail=found) if found != "ok" else None
 
@@ -147,46 +151,40 @@ class NvmeAuditor(Auditor):
             return rows, set(database.execute("SELECT stride, slot FROM freed"))
 
     def _doubles(self, rows: list[_Row]) -> Iterator[Finding]:
-        """Of several rows for one block the last used stays; of several for one slot the frame decides."""
+        """Of several rows for one block the last used stays."""
         newest: dict[Address, _Row] = {}
-        in_slot: dict[tuple[int, int], _Row] = {}
         for row in sorted(rows, key=lambda row: row.used, reverse=True):
-            other = in_slot.setdefault((row.stride, row.slot), row)
-            if other is not row:
-                detail = f"the index names blocks {_short(other.address)} and {_short(row.address)} here"
-                yield Finding(FaultKind.DOUBLE_SLOT, row.place, detail, partial(self._settle, row.stride, row.slot))
-                continue
             first = newest.setdefault(row.address, row)
             if first is not row:
                 detail = f"the index has block {_short(row.address)} here and in {first.place}"
                 yield Finding(FaultKind.DOUBLE_SLOT, row.place, detail, partial(self._drop, row.stride, row.slot))
 
-    def _slot(self, stride: int, slot: int, rows: list[_Row], unnamed_is_fault: bool) -> Iterator[Finding]:
+    def _slot(self, stride: int, slot: int, row: _Row | None, unnamed_is_fault: bool) -> Iterator[Finding]:
         frame = memoryview(self._file(stride).head(slot, stride))
         header = read_header(frame, PLAIN)
-        named = f"block {_short(rows[0].address)}" if rows else "no block"
+        named = f"block {_short(row.address)}" if row is not None else "no block"
         drop = partial(self._drop, stride, slot)
         fault = partial(Finding, place=_place(stride, slot), repair=drop)
         if isinstance(header, Flaw):
-            if rows and not has_magic(frame):
+            if row is not None and not has_magic(frame):
                 yield fault(FaultKind.ORPHAN_ROW, detail=f"the index names {named}, the slot holds no frame")
-            elif rows or (unnamed_is_fault and header.kind is FaultKind.OLD_SCHEMA):
+            elif row is not None or (unnamed_is_fault and header.kind is FaultKind.OLD_SCHEMA):
                 yield fault(header.kind, detail=header.detail, repair=drop if header.ours else None)
             return  # a torn or unreadable frame that nothing names is a free slot
+        self.sealed += bool(header.nonce)
         flaw = _class_flaw(header, stride) or payload_flaw(header, frame[PAGE_BYTES:], PLAIN)
         found = address(header.key, header.shard)
         if flaw is not None:
-            if rows:
+            if row is not None:
                 yield fault(flaw.kind, detail=f"{flaw.detail} ({named})")
-        elif not rows:
+        elif row is None:
             if unnamed_is_fault:
                 detail = f"holds block {_short(found)}, which the index does not name here"
                 yield fault(FaultKind.ORPHAN_SLOT, detail=detail, repair=partial(self._settle, stride, slot))
-        elif found not in {row.address for row in rows}:
+        elif found != row.address:
             detail = f"the index names {named}, the header names block {_short(found)}"
             yield fault(FaultKind.ORPHAN_ROW, detail=detail, repair=partial(self._settle, stride, slot))
         else:
-            row = next(row for row in rows if row.address == found)
             told = (address(header.parent, header.shard), header.depth, header.tenant)
             if (row.parent, row.depth, row.tenant) != told:
                 detail = f"parent, depth or tenant of {named} are not its frame's"

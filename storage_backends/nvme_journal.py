@@ -78,7 +78,7 @@ def _schema(database: sqlite3.Connection) -> list[tuple[str, str, str | None]]:
     return database.execute("SELECT type, name, sql FROM sqlite_master ORDER BY name").fetchall()
 
 
-def _look_through(database: sqlite3.Connection) -> None:
+def look_through(database: sqlite3.Connection) -> None:
     """Raises ``sqlite3.DatabaseError`` where there is a table, or a row, that no build of this schema writes."""
     with closing(sqlite3.connect(":memory:")) as ours:
         ours.executescript(_TABLES)
@@ -151,7 +151,7 @@ class NvmeJournal(Journal):
             elif (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(found)
             else:
-                _look_through(database)
+                look_through(database)
         except BaseException:
             database.close()
             raise

@@ -99,6 +99,7 @@ class RedisAuditor(Auditor):
         if len(value) > HEADER_BYTES + header.payload_bytes:
             more = len(value) - HEADER_BYTES - header.payload_bytes
             return Flaw(FaultKind.WRONG_BYTES, f"{more} bytes more than its frame says")
+        self.sealed += bool(header.nonce)
         return payload_flaw(header, value[HEADER_BYTES:], self._summer)
 
     def _delete(self, name: bytes) -> str:

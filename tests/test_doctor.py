@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-import redis
 import uvicorn
 
 from kvtier.abc.medium import Status
@@ -32,6 +31,7 @@ from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
 
 from .backends.support import Batch
 from .backends.test_nvme import BLOCK, MIB, demoted, opened, promoted
+from .backends.test_redis import behind
 from .engine.support import make_engine
 
 STRIDE = 106_496
@@ -211,7 +211,7 @@ PLANTED = [
     (row_without_a_file, "orphan row", "slot 3 of slots-8192.kvt"),
     (slot_without_a_row, "orphan slot", "slot 3 "),
     (row_twice, "double slot", "slot 9 "),
-    (slot_twice, "double slot", "slot 2 "),
+    (slot_twice, "double slot", "index.sqlite"),
     (other_row, "wrong row", "slot 4 "),
     (length_of_another_class, "wrong byte count", "slot 3 "),
     (length_beyond_the_slot, "wrong byte count", "slot 3 "),
@@ -303,6 +303,23 @@ def test_slots_that_were_freed_or_evicted_are_no_orphans(
     assert doctor(capsys, "--tier", directory.url)[0] == 0
 
 
+def test_sealed_frames_are_proven_as_far_as_that_goes_without_their_key(
+    directory: Directory, valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "1 frames are sealed: their payloads are proven when they are read"
+    reheaded(directory, nonce=b"n" * 12)
+    code, told, _ = doctor(capsys, "--tier", directory.url)
+    assert (code, told["notes"]) == (0, [note])
+    directory.flip(3, 100)
+    code, told, _ = doctor(capsys, "--tier", directory.url)
+    assert (code, kinds(told), told["notes"]) == (1, ["flipped bit"], [])
+    it = Shared(valkey)
+    it.put(1, it.frame(1, nonce=b"n" * 12))
+    code, told, _ = doctor(capsys, "--tier", it.url)
+    assert (code, told["notes"]) == (0, [note])
+    it.client.close()
+
+
 def test_a_directory_in_use_is_said_to_be_and_by_whom(directory: Directory, capsys: pytest.CaptureFixture[str]) -> None:
     medium = opened(directory.path)
     code, told, err = doctor(capsys, "--tier", directory.url)
@@ -371,7 +388,7 @@ class Shared:
 
     def __init__(self, server: ValkeyServer) -> None:
         self.url = f"{server.url}?ttl=1h"
-        self.client: Any = redis.Redis(unix_socket_path=str(server.socket_path))
+        self.client: Any = behind(server)
         self.client.flushall()
         self.batch = Batch(3, 5000)
         for index in range(3):

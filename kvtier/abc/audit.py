@@ -70,6 +70,8 @@ class Auditor(ABC):
     """The medium, as a person knows it."""
     most: int = 1_000_000
     """Names after which the audit of a shared medium ends, with a note."""
+    sealed: int = 0
+    """Frames that only who has their key can prove: of those ``look`` proves the header alone."""
     looked_at: int = 0
     """Places that ``look`` has seen."""
     notes: list[str]

@@ -49,6 +49,10 @@ def audit_tier(plan: TierPlan, progress: Progress, *, fix: bool, most: int) -> A
                     audited.found.append(Found(finding))
             finally:
                 audited.looked_at, audited.notes = auditor.looked_at, auditor.notes
+                if auditor.sealed:
+                    audited.notes.append(
+                        f"{auditor.sealed} frames are sealed: their payloads are proven when they are read"
+                    )
             if fix:
                 audited.found = [_mended(each.finding) for each in audited.found]
     except (KvtierError, OSError) as failed:

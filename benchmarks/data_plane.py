@@ -9,6 +9,10 @@ the same file, one fdatasync per written batch; a bare RESP loop with recv_into 
 save ends when the batch is safe and indexed, that of a load when it is verified as the tier does by default;
 ``gb_s_bare`` is the same without sum and index; ``ratio`` is ``gb_s / limit_gb_s``. Medians of rounds in which the three
 take turns.
+
+Then what proof costs: loads from DRAM with ``verify=sample`` and ``always`` beside none; frames to and from nvme and redis (Unix
+socket, TCP) beside the same bytes between the same places without header and sum; and frames that are sealed (``encrypt=``).
+One script, long as it is, because all of it runs over the same blocks and media.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ import torch
 
 from kvtier.abc.medium import MediumContext, Outcome, Record
 from kvtier.codec.catalogue import codec_named
-from kvtier.codec.frame import Asked, FrameHeader, content_sum
+from kvtier.codec.frame import HEADER_BYTES, Asked, FrameHeader, content_sum
+from kvtier.codec.seal import Sealer
 from kvtier.config import redis_url
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.key import BlockKey, Origin, Shard, Span, address
@@ -45,7 +50,7 @@ from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.storage_backends.redis import RedisMedium
 from kvtier.testing.valkey import start_valkey
-from kvtier.transfer.copy import load_blocks, read_frames, save_blocks, write_frames
+from kvtier.transfer.copy import FrameMedium, load_blocks, read_frames, save_blocks, write_frames
 from kvtier.url import TierUrl
 
 BLOCKS = 64
@@ -57,6 +62,8 @@ LEAST_RATIO = {
     "nvme": {"load": 0.8, "save": 0.8},
     "redis": {"load": 0.7, "save": 0.7},
 }
+MOST_PROOF_PERCENT = {"nvme": 10.0, "redis unix": 20.0, "redis tcp": 10.0}
+"""Of the bandwidth, that sums and their verification may cost."""
 SOCKET_BYTES = 1 << 20
 RAW = codec_named("raw")
 
@@ -276,18 +283,110 @@ def redis_ways(blocks: Blocks, url: TierUrl) -> Iterator[Ways]:
 
 
 @contextmanager
-def redis_server(directory: Path) -> Iterator[TierUrl]:
-    """The server of ``KVTIER_REDIS_URL``, or one of our own on a Unix socket."""
+def redis_server(directory: Path) -> Iterator[list[TierUrl]]:
+    """The server of ``KVTIER_REDIS_URL``, or one of our own on a Unix socket and on TCP."""
     given = redis_url()
     if given is None:
-        with start_valkey(directory) as server:
-            yield TierUrl.parse(server.url)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with start_valkey(directory, port=port) as server:
+            yield [TierUrl.parse(server.url), TierUrl.parse(f"redis://127.0.0.1:{port}")]
     elif given.scheme == "rediss" or given.password is not None or "password" in given.params:
         raise ConfigError(
             "KVTIER_REDIS_URL: the limit's bare sockets speak neither TLS nor AUTH; name a server without them"
         )
     else:
-        yield given
+        yield [given]
+
+
+@contextmanager
+def proof_ways(
+    blocks: Blocks, workers: Executor, rng: random.Random, directory: Path, urls: Sequence[TierUrl]
+) -> Iterator[list[tuple[str, str, Way, Way]]]:
+    """(tier, operation, with proof, without), over the same places of the same medium."""
+    ways: list[tuple[str, str, Way, Way]] = []
+    hbm = HbmMedium.allocate(BLOCKS, (blocks.block_bytes,), torch.uint8)
+    order = rng.sample(range(BLOCKS), BLOCKS)
+
+    def load(share: float) -> Way:
+        def way() -> None:
+            sums = [one if rng.random() < share else None for one in blocks.sums]
+            proven(load_blocks(blocks.dram, blocks.sources, sums, hbm, order, workers=workers))
+
+        return way
+
+    ways += [("dram sample", "load", load(SAMPLE), load(0.0)), ("dram always", "load", load(1.0), load(0.0))]
+    pages = [bytearray(2 * 4096) for _ in range(BLOCKS)]
+    aligned = [memoryview(page)[-(np.frombuffer(page, np.uint8).ctypes.data) % 4096 :][:4096] for page in pages]
+
+    def framed(
+        name: str,
+        medium: NvmeMedium | RedisMedium,
+        places: Sequence[object],
+        others: Sequence[object],
+        head: int,
+        size: int,
+    ) -> None:
+        plain = [(page[:head], view[:size]) for page, view in zip(aligned, blocks.source_views, strict=True)]
+        into = [(page[:head], view[:size]) for page, view in zip(aligned, blocks.target_views, strict=True)]
+        any_medium: FrameMedium[object] = medium  # type: ignore[assignment]  # places are this medium's own
+        for tier, sealer in ((name, None), (f"{name} sealed", Sealer(b"k" * 32))):
+
+            def save(sealer: Sealer | None = sealer) -> None:
+                proven(write_frames(any_medium, places, blocks.source_views, blocks.headers, RAW, sealer=sealer))
+
+            def load(sealer: Sealer | None = sealer) -> None:
+                ended, _ = read_frames(
+                    any_medium, places, blocks.target_views, blocks.asked, RAW, now=0.0, sealer=sealer
+                )
+                proven(ended)
+
+            ways.append((tier, "save", save, lambda: proven(any_medium.write(others, plain))))
+            ways.append((tier, "load", load, lambda: proven(any_medium.read(places, into, None))))
+
+    nvme = NvmeMedium(directory, blocks.block_bytes, NvmeMedium.Params(capacity=Bytes(512 << 20)))
+    slots = rng.sample(range(nvme.slots), 2 * BLOCKS)
+    framed("nvme", nvme, slots[:BLOCKS], slots[BLOCKS:], 4096, len(blocks.source_views[0]))
+    media: list[NvmeMedium | RedisMedium] = [nvme]
+    others = [address(BlockKey(bytes(31) + bytes([i])), blocks.shard) for i in range(BLOCKS)]
+    try:
+        for url in urls:
+            redis = RedisMedium.open(url, RedisMedium.Params(), MediumContext(blocks.block_bytes))
+            media.append(redis)
+            kind = "unix" if url.scheme == "redis+unix" else "tcp"
+            framed(f"redis {kind}", redis, blocks.names, others, HEADER_BYTES, blocks.block_bytes)
+        yield ways
+    finally:
+        for medium in media:
+            if isinstance(medium, RedisMedium):
+                medium.delete([*blocks.names, *others])
+            medium.close()
+
+
+def measure_proof(blocks: Blocks, ways: Sequence[tuple[str, str, Way, Way]], rounds: int) -> list[dict[str, object]]:
+    """A row per way: medians of rounds in which with and without take turns."""
+    rows: list[dict[str, object]] = []
+    moved = BLOCKS * blocks.block_bytes / 1e9
+    for tier, op, proof, bare in ways:
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(2 * rounds + 2):
+            for which in (turn % 2, 1 - turn % 2):
+                start = time.perf_counter()
+                (proof, bare)[which]()
+                if turn > 1:
+                    times[which].append(time.perf_counter() - start)
+        ours, without = (moved / statistics.median(each) for each in times)
+        cost = (1 - ours / without) * 100
+        most = MOST_PROOF_PERCENT.get(tier)
+        row = {"tier": tier, "op": op, "block_bytes": blocks.block_bytes, "gb_s": round(ours, 3)}
+        rows.append({**row, "gb_s_without": round(without, 3), "cost_percent": round(cost, 1)})
+        mark = f"   over {most:.0f} %" if most is not None and cost > most else ""
+        print(
+            f"{tier:18}{op:5}{blocks.block_bytes >> 10:6} KiB {ours:7.2f} GB/s   without {without:6.2f}   "
+            f"proof costs {cost:5.1f} %{mark}",
+            flush=True,
+        )
+    return rows
 
 
 def _socket(url: TierUrl) -> socket.socket:
@@ -345,10 +444,12 @@ def measure(ways: Ways, blocks: Blocks, rounds: int) -> dict[str, tuple[float, f
     }
 
 
-def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
+def run(directory: Path, seed: int, rounds: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """A row per tier, operation and block size; and one per proof."""
     rows: list[dict[str, object]] = []
+    proofs: list[dict[str, object]] = []
     workers = ThreadPoolExecutor(1)
-    with redis_server(directory / "valkey") as url:
+    with redis_server(directory / "valkey") as urls:
         for block_bytes in BLOCK_BYTES:
             rng = random.Random(seed)
             blocks = Blocks(block_bytes, rng)
@@ -356,7 +457,7 @@ def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
             tiers = {
                 "dram": dram_ways(blocks, workers, rng),
                 "nvme": nvme_ways(blocks, rng, nvme),
-                "redis": redis_ways(blocks, url),
+                "redis": redis_ways(blocks, urls[0]),
             }
             for tier, made in tiers.items():
                 with made as ways:
@@ -378,10 +479,12 @@ def run(directory: Path, seed: int, rounds: int) -> list[dict[str, object]]:
                         f"limit {limit:6.2f}   ratio {ours / limit:5.2f}{mark}",
                         flush=True,
                     )
+            with proof_ways(blocks, workers, rng, nvme, urls) as each:
+                proofs += measure_proof(blocks, each, rounds)
             blocks.dram.close()
             shutil.rmtree(nvme, ignore_errors=True)
     workers.shutdown()
-    return rows
+    return rows, proofs
 
 
 def main() -> int:
@@ -403,7 +506,7 @@ def main() -> int:
         parent.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="kvtier-data-plane-", dir=parent))
     try:
-        rows = run(directory, options.seed, options.rounds)
+        rows, proofs = run(directory, options.seed, options.rounds)
     except KvtierError as fault:
         print(f"data_plane: error: {fault}", file=sys.stderr)
         return 2
@@ -411,7 +514,8 @@ def main() -> int:
         shutil.rmtree(directory, ignore_errors=True)
     if options.json is not None:
         machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        options.json.write_text(json.dumps({"seed": options.seed, "machine": machine, "rows": rows}, indent=1) + "\n")
+        report = {"seed": options.seed, "machine": machine, "rows": rows, "proof": proofs}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -38,6 +38,8 @@ COPY_BYTES = 1 << 20
 """Memory that a thread copies before it takes the next part: small, so that two threads end together."""
 PART_BYTES = 8 << 20
 """Bytes that one thread copies, encodes or decodes before it goes on to the next part of a batch."""
+SEALED_BYTES = 24 << 20
+"""Bytes that are sealed and written at a time: more than are encoded, because each write ends with a flush of its own."""
 DEVICE_BYTES = 16 << 20
 """Memory of a device that is copied at once while the sums of the part before are made."""
 
@@ -139,7 +141,7 @@ def write_frames(
     """Write blocks (``sources[i]``: DRAM views of at least ``headers[i].raw_bytes``) as frames, sealed if there is a ``sealer``.
 
     The headers' content sums are believed. Codec number, payload length and stored sum are filled in here. Raw frames
-    go down in one ``medium.write``; what is encoded or sealed is so, and is written, about ``PART_BYTES`` at a time.
+    go down in one ``medium.write``; what is encoded or sealed is so, and is written, a part of the batch at a time.
     """
     framer = _Framer(medium.header_bytes, codec, summer_of(medium.auth_key), sealer)
 
@@ -157,7 +159,8 @@ def write_frames(
         with _staging.lend(len(part), framer.head) as pages, _staging.lend(len(part), most) as rooms:
             return medium.write(places[part.start : part.stop], frame(part, pages, rooms))
 
-    parts = _parts(len(places), max((header.raw_bytes for header in headers), default=1))
+    most = max((header.raw_bytes for header in headers), default=1)
+    parts = _parts(len(places), most, PART_BYTES if codec.number else SEALED_BYTES)
     return [outcome for part in parts for outcome in write(part)]
 
 

@@ -48,7 +48,7 @@ class Believes(RawCodec):
     """Allocates what the payload asks for."""
 
     def decode(self, payload: memoryview, into: memoryview) -> None:
-        bytearray(min(64 << 20, int.from_bytes(payload[:4], "little")))
+        bytearray(min(4 << 20, int.from_bytes(payload[:4], "little")))
         super().decode(payload, into)
 
 

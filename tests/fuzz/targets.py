@@ -341,5 +341,5 @@ TARGETS: dict[str, Target] = {
     each.__name__: each for each in (frame_headers, frames_at_rest, keys_and_extras, nvme_index, redis_replies)
 }
 """By name."""
-EXAMPLES = {"frame_headers": 200, "frames_at_rest": 60, "keys_and_extras": 100, "nvme_index": 25, "redis_replies": 60}
+EXAMPLES = {"frame_headers": 200, "frames_at_rest": 60, "keys_and_extras": 40, "nvme_index": 25, "redis_replies": 60}
 """Of each in the suite."""

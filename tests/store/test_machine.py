@@ -18,8 +18,8 @@ from kvtier.testing.machine import StoreMachine
 from kvtier.testing.rig import Rig, drawn_rig
 
 SHORT = settings(
-    max_examples=25,
-    stateful_step_count=60,
+    max_examples=20,
+    stateful_step_count=50,
     deadline=None,
     print_blob=True,
     suppress_health_check=list(HealthCheck),

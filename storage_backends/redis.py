@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeAlias, TypeVar
 
 import redis.exceptions as foreign
@@ -77,7 +77,21 @@ return 0
 """
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+_MOST_CLEARS = 20
+"""Clears by others that one probe follows; what is cleared more often than that is empty."""
 Commands: TypeAlias = "list[tuple[Any, ...]]"
+
+
+def _sensible(method: F) -> F:
+    """What goes wrong with a reply of another kind than was asked for is the server's fault, and a ``MediumError``."""
+
+    @wraps(method)
+    def guarded(self: RedisMedium, *given: Any, **named: Any) -> Any:  # noqa: ANN401 - the method's own
+        with translated(self._where):
+            return method(self, *given, **named)
+
+    return cast("F", guarded)
 
 
 class RedisMedium(KeyMedium):
@@ -142,10 +156,11 @@ class RedisMedium(KeyMedium):
             _named(location), _connection_maker(location, params), params.ttl, _sum_key(params.auth_key)
         )
 
+    @_sensible
     def probe(self, names: Sequence[Address]) -> int:
         """Of no names it still brings version and generation up to date."""
         marks = [("HMGET", CLEAR, "version", "generation")]
-        while True:
+        for _ in range(_MOST_CLEARS):
             generation, prefix = self.generation, prefix_of(self.generation)
 
             def by_commands(wire: Wire, prefix: bytes = prefix) -> tuple[int, list[Any]]:
@@ -156,6 +171,7 @@ class RedisMedium(KeyMedium):
             self.epochs_version = version or b""
             if self._same_generation(generation, number_of(there)):
                 return present
+        return 0
 
     def _same_generation(self, asked: int, there: int) -> bool:
         """Whether what was probed is of the generation that holds; one that the server has lost is given back to it."""
@@ -237,17 +253,22 @@ class RedisMedium(KeyMedium):
         """Batches of all values of any generation: (generation, address, the server's own name)."""
         cursor: Any = 0
         while True:
-            cursor, found = self._called(partial(_scanned, cursor))
-            yield [(generation, address, name) for name in found for generation, address in parsed(name)]
-            if int(cursor) == 0:
+            with translated(self._where):
+                cursor, found = self._called(partial(_scanned, cursor))
+                batch = [(generation, address, name) for name in found for generation, address in parsed(name)]
+                last = int(cursor) == 0
+            yield batch
+            if last:
                 return
 
+    @_sensible
     def heads(self, names: Sequence[Address], nbytes: int) -> list[bytes]:
         prefix = prefix_of(self.generation)
         commands = [("GETRANGE", prefix + name, 0, nbytes - 1) for name in names]
         found = self._called(lambda wire: wire.pipeline(commands)) if commands else []
-        return [b"" if isinstance(head, Exception) else head for head in found]
+        return [head[:nbytes] if isinstance(head, bytes) else b"" for head in found]
 
+    @_sensible
     def clear(self) -> None:
         counted = self._called(lambda wire: int(wire.call("HINCRBY", CLEAR, "generation", 1)))
         with self._lock:
@@ -255,6 +276,7 @@ class RedisMedium(KeyMedium):
         if counted <= known:  # the server had lost it
             self._called(lambda wire: merged(wire, {b"generation": self.generation}, {}))
 
+    @_sensible
     def reclaim(self) -> int:
         count = 0
         for found in self._scanned():
@@ -266,6 +288,7 @@ class RedisMedium(KeyMedium):
     def ping(self) -> None:
         self._tried(lambda wire: wire.call("PING"))
 
+    @_sensible
     def remember(self, kind: str, digest: bytes, text: str) -> None:
         table = ABOUT + kind.encode()
         stamped = b"%d %b" % (time.time(), text.encode())
@@ -276,10 +299,12 @@ class RedisMedium(KeyMedium):
             oldest = sorted((value, name) for name, value in self._hash(table, count).items())[: count - MOST_RECORDS]
             self._called(lambda wire: wire.call("HDEL", table, *(name for _, name in oldest)))
 
+    @_sensible
     def records(self, kind: str) -> dict[bytes, str]:
         table = self._hash(ABOUT + kind.encode(), 2 * MOST_RECORDS)
         return {digest: value.partition(b" ")[2].decode("utf-8", "replace") for digest, value in table.items()}
 
+    @_sensible
     def epochs(self) -> dict[str, int]:
         rows = self._hash(CLEAR, MOST_EPOCHS)
         self.epochs_version = rows.pop(b"version", b"")

@@ -31,7 +31,7 @@ from .support import Tiers, dram, prompt, until, valkey
 
 DEADLINE = 0.3
 """What a request may wait for blocks (seconds), and so what Redis may add to it."""
-SLACK = 0.3
+SLACK = 0.5
 """What a loaded machine may add to a deadline."""
 BACK_SECONDS = 8.0
 """Within this a server that is well again is used again."""

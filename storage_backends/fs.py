@@ -25,6 +25,7 @@ from kvtier.abc.medium import Arrived, Iovec, KeyMedium, MediumContext, Outcome,
 from kvtier.errors import ConfigError, MediumRefused, MediumUnavailable
 from kvtier.key import Address
 from kvtier.quantity import Bytes, Seconds
+from kvtier.storage_backends.fs_audit import FolderAuditor
 from kvtier.storage_backends.fs_files import (
     AWAY,
     FULL,
@@ -72,14 +73,14 @@ class FsMedium(KeyMedium):
 
     io = "buffered"
 
-    def __init__(self, root: str, params: Params, slot_bytes: int = 0) -> None:
+    def __init__(self, root: str, params: Params) -> None:
         self._root = root
         self._where = f"fs://{root}"
         self.ttl = params.ttl
         self._sync = params.sync
         self._timeout = params.timeout
         self._state = FolderState(root, sync=params.sync)
-        self._space = FolderSpace(root, params.capacity, slot_bytes, lambda: self.generation, params.timeout)
+        self._space = FolderSpace(root, params.capacity, lambda: self.generation, params.timeout)
         self._lock = threading.Lock()
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kvtier-fs")
         self._closed = threading.Event()
@@ -89,10 +90,13 @@ class FsMedium(KeyMedium):
 
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> FsMedium:
-        root = os.path.normpath(location.path) if location.path else ""
-        if location.host or not root.strip("/"):
-            raise ConfigError(f"{location}: name a folder, with three slashes: fs:///mnt/shared/kvtier")
-        return cls(root, params, context.slot_bytes)
+        del context
+        return cls(_root(location), params)
+
+    @classmethod
+    def auditor(cls, location: TierUrl, params: Params) -> FolderAuditor:
+        del params
+        return FolderAuditor(_root(location))
 
     def close(self) -> None:
         self._closed.set()
@@ -140,9 +144,12 @@ class FsMedium(KeyMedium):
             except FileNotFoundError:
                 self._make()
                 seen = self._state.look()
+            if seen.generation < self.generation:  # somebody has removed what says so; what was cleared stays so
+                self._state.begin(self.generation)
         self._start()
-        self.generation, self.epochs_version = seen.generation, seen.version
-        return seen.generation
+        with self._lock:
+            self.generation, self.epochs_version = max(self.generation, seen.generation), seen.version
+            return self.generation
 
     def _make(self) -> None:
         """Make the root and what is in it, but nothing on another file system than before: that is a mount that is gone."""
@@ -391,7 +398,9 @@ class FsMedium(KeyMedium):
 
     def clear(self) -> None:
         with self._changing():
-            self.generation = self._state.clear()
+            generation = self._state.clear()
+            with self._lock:
+                self.generation = max(self.generation, generation)
 
     def reclaim(self) -> int:
         generation = self._seen()
@@ -422,3 +431,10 @@ class FsMedium(KeyMedium):
         with translated(self._where):
             yield
         self._space.changed()
+
+
+def _root(location: TierUrl) -> str:
+    root = os.path.normpath(location.path) if location.path else ""
+    if location.host or not root.strip("/"):
+        raise ConfigError(f"{location}: name a folder, with three slashes: fs:///mnt/shared/kvtier")
+    return root

@@ -37,13 +37,16 @@ _LEAF = re.compile(r"[0-9a-f]", re.ASCII)
 STALE_S = 900.0
 """A temporary file that has not grown for so long has a dead writer."""
 _SECTOR = 512
-_BLOCKS_PER_GROUP = 128
+GROUP_BYTES = 256 << 20
+"""Least part of the capacity that a group has: some hundred blocks."""
 _SLACK_PAGES = 4
 """A write may add two folders, let one grow, and need a page for its extents."""
 _OUTSIDE_S = 30.0
 _OUTSIDE_MOST = 16384
 _TICK_S = 0.02
 _MOST_REMEMBERED = 1 << 16
+_AHEAD_PART = 64
+"""Removing goes on for this part more, so that not every write has to look for what is oldest."""
 _FOLDERS_PART = 8
 """Empty folders are removed where they take more than this part of what their group may."""
 
@@ -92,15 +95,14 @@ class _Group:
 class FolderSpace:
     """Room below one root. Any thread; raises ``OSError`` (``TimeoutError`` where a group is held too long) and ``NoRoom``."""
 
-    def __init__(
-        self, root: str, capacity: int, slot_bytes: int, generation: Callable[[], int], timeout: float
-    ) -> None:
+    def __init__(self, root: str, capacity: int, generation: Callable[[], int], timeout: float) -> None:
         self._root = root
         self._capacity = capacity
         self._generation = generation
         self._timeout = timeout
-        most = max(1, min(LEAVES, capacity // (_BLOCKS_PER_GROUP * max(slot_bytes, 1 << 16))))
+        most = max(1, min(LEAVES, capacity // GROUP_BYTES))
         self.groups = 1 << (most.bit_length() - 1)
+        """From capacity alone, so that all who share a folder divide it alike, whatever the size of their blocks."""
         self._lock = threading.Lock()
         self._known: OrderedDict[int, _Group] = OrderedDict()
         self._remembered = 0
@@ -248,6 +250,7 @@ class FolderSpace:
     def _evict(self, group: _Group, excess: int) -> int:
         """Remove what was used longest ago, hidden generations first, until ``excess`` is gone; what is left of it."""
         excess -= self._remove_empty(group)
+        ahead = self._part() // _AHEAD_PART
         live = self._generation()
         heap = [
             (int(found[2]) >= live, file.used, path, name)
@@ -256,6 +259,7 @@ class FolderSpace:
             if (found := NAME.fullmatch(name))
         ]
         heapq.heapify(heap)
+        excess += ahead if excess > 0 else 0
         while excess > 0 and heap:
             lives, used, path, name = heapq.heappop(heap)
             now = _used(f"{path}/{name}")
@@ -265,7 +269,7 @@ class FolderSpace:
             if not remove(f"{path}/{name}") and now is not None and _used(f"{path}/{name}") is not None:
                 continue  # it may not be removed
             excess -= group.folders[path].files.pop(name).taken
-        return excess
+        return excess - ahead
 
     def _remove_empty(self, group: _Group) -> int:
         """Remove folders without files where they take much of the group's part (it costs milliseconds each); the bytes."""

@@ -79,16 +79,20 @@ class FolderState:
     def clear(self) -> int:
         """Begin the next generation; which it is."""
         generation = self.look().generation + 1
-        while True:
-            try:
-                os.close(create(f"{self._folder}/generation.{generation}"))
-                break
-            except FileExistsError:  # another host has cleared meanwhile
-                generation += 1
+        while not self.begin(generation):  # another host has cleared meanwhile
+            generation += 1
+        return generation
+
+    def begin(self, generation: int) -> bool:
+        """Begin a generation; whether nobody else had."""
+        try:
+            os.close(create(f"{self._folder}/generation.{generation}"))
+        except FileExistsError:
+            return False
         if self._sync:
             sync_folder(self._folder)
         self._remove(_GENERATION, {"": generation - 1})
-        return generation
+        return True
 
     def epochs(self) -> dict[str, int]:
         for _ in range(_LISTINGS):

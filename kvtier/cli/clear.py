@@ -25,7 +25,7 @@ ADVICE = "clear through that process: name it with `kvtier clear --url URL` or `
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Without --tier NAME every tier forgets what is selected, and so do all processes that share a Redis with it: from "
+        "Without --tier NAME every tier forgets what is selected, and so do all processes that share a Redis or folder: from "
         "their next request to it on, and within a second in any case. Without --url and --uds the configured tiers are "
         "opened here, which an NVMe directory that a server holds does not allow. Exit code 0: done. 1: some tier could not "
         "be told. 2: could not run."
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     (tier,) = [action for action in parser._actions if action.dest == "tiers"]
     tier.metavar = "NAME|URL"
-    tier.help = f"NAME (dram, nvme, redis, ...): empty that whole tier instead. URL: {tier.help}"
+    tier.help = f"NAME (dram, nvme, fs, redis, ...): empty that whole tier instead. URL: {tier.help}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,8 +109,8 @@ def _at_rest(settings: dict[str, object], what: Selection, tier: str | None) -> 
         lasting = [name for name in store.health() if name != "dram"]
         if not lasting:
             raise ConfigError(
-                "no tier that outlives its process is configured; name one with --tier nvme:///... or redis://..., or a "
-                "running server with --url or --uds"
+                "no tier that outlives its process is configured; name one with --tier nvme:///..., fs:///... or redis://..., "
+                "or a running server with --url or --uds"
             )
         try:
             cleared = store.clear(what, tier)

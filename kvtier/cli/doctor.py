@@ -28,12 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit code 0: clean. 1: something was found, and with --fix repaired where that is ours to do. 2: could not run. "
         "NVMe directories are opened exclusively; where a server has one, --url or --uds asks that server. Files that are "
-        "not kvtier's are moved beside the directory, never deleted; foreign names on a Redis are only reported."
+        "not kvtier's are moved beside the directory, never deleted; on a Redis and in a shared folder they are only reported."
     )
     parser.add_argument("--fix", action="store_true", help="repair: free or adopt slots, delete bad rows and values")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
-        "--most", type=int, default=1_000_000, metavar="N", help="names of a Redis to look at (default: %(default)s)"
+        "--most",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="names of a Redis, or files of a shared folder, to look at (default: %(default)s)",
     )
     add_server_arguments(parser)
     add_settings(parser)
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     lasting = [audited for audited in audits if audited is not None]
     if not lasting:
         raise ConfigError(
-            "no tier that outlives its process is configured; name one with --tier nvme:///... or redis://..."
+            "no tier that outlives its process is configured; name one with --tier nvme:///..., fs:///... or redis://..."
         )
     if args.json:
         print(json.dumps({"tiers": [_plain(audited) for audited in lasting]}, indent=2))

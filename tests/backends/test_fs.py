@@ -16,24 +16,25 @@ from pathlib import Path
 import pytest
 
 from kvtier.abc.medium import MediumContext, Outcome, Status
+from kvtier.cli.main import main
 from kvtier.config import StoreSettings
 from kvtier.errors import ConfigError, MediumFull, MediumUnavailable
-from kvtier.key import Address
+from kvtier.key import Address, Span, address
 from kvtier.metrics import Metrics
 from kvtier.quantity import Bytes, Seconds
 from kvtier.registry import plan_tier
 from kvtier.storage_backends.fs import FsMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
-from kvtier.testing.blocks import IDENTITY, LAYOUT, chain
+from kvtier.testing.blocks import IDENTITY, LAYOUT, SHARD, EngineMemory, chain, filled
 from kvtier.testing.media import KeyMediumSuite, names, payload, room
 from kvtier.testing.requirements import require_machine
 from kvtier.testing.stores import StoreSuite
 from kvtier.url import TierUrl
 
 
-def opened(root: Path, slot_bytes: int = 0, **params: object) -> FsMedium:
-    return FsMedium(str(root), FsMedium.Params(**params), slot_bytes)  # type: ignore[arg-type]
+def opened(root: Path, **params: object) -> FsMedium:
+    return FsMedium(str(root), FsMedium.Params(**params))  # type: ignore[arg-type]
 
 
 def place(root: Path, name: Address, generation: int = 0) -> Path:
@@ -81,10 +82,21 @@ class TestSuite(KeyMediumSuite[FsMedium]):
 class TestStore(StoreSuite[TieredStore]):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[TieredStore]:
-        urls = [f"dram://?capacity={24 * LAYOUT.block_bytes}", f"fs://{tmp_path}/shared?write=through&sync=false"]
-        made = open_store([TierUrl.parse(url) for url in urls], IDENTITY, StoreSettings(), Metrics())
+        self.root = tmp_path / "shared"
+        made = reopened(tmp_path)
         yield made
         made.close()
+
+    def lose(self, store: TieredStore, keys: Span) -> bool:
+        assert self.drained(store)
+        spoil(list(self.root.glob("??/?/*.0")), "flipped")
+        for key in keys.keys:
+            slot = store._arena.pool.slot(address(key, SHARD))
+            if slot is not None:
+                view = store._arena.medium.view(slot)
+                assert view is not None
+                view[99] ^= 4
+        return True
 
     def test_blocks_outlive_the_store(self, store: TieredStore, tmp_path: Path) -> None:
         keys = chain(1, 6)
@@ -118,7 +130,7 @@ class TestStore(StoreSuite[TieredStore]):
 
 
 def reopened(root: Path) -> TieredStore:
-    urls = [f"dram://?capacity={24 * LAYOUT.block_bytes}", f"fs://{root}/shared?write=through&sync=false"]
+    urls = [f"dram://?capacity={24 * LAYOUT.block_bytes}&verify=always", f"fs://{root}/shared?write=through&sync=false"]
     return open_store([TierUrl.parse(url) for url in urls], IDENTITY, StoreSettings(), Metrics())
 
 
@@ -381,9 +393,10 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
     medium.close()
 
 
-def test_groups_share_the_capacity(tmp_path: Path) -> None:
-    """A place for a thousand blocks has several groups, each looked through on its own."""
-    medium = opened(tmp_path, slot_bytes=1 << 16, capacity=Bytes(32 << 20), sync=False)
+def test_groups_share_the_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large place has several groups, each looked through on its own."""
+    monkeypatch.setattr("kvtier.storage_backends.fs_space.GROUP_BYTES", 8 << 20)
+    medium = opened(tmp_path, capacity=Bytes(32 << 20), sync=False)
     assert medium._space.groups == 4
     for name in spread(1500, seed=6):
         assert medium.write([name], [[payload(1, 30_000)]])[0].done
@@ -554,3 +567,44 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     medium.delete([two])
     assert [path.name for path in (tmp_path / "elsewhere").rglob("*.0")] == [f"{text}.0"]
     medium.close()
+
+
+def test_what_was_cleared_stays_so_where_its_generation_is_lost(tmp_path: Path) -> None:
+    medium = opened(tmp_path)
+    medium.write(names(1), [[payload(1, 10)]])
+    medium.clear()
+    (tmp_path / "state" / "generation.1").unlink()
+    assert medium.probe(names(1)) == 0
+    other = opened(tmp_path)
+    assert other.probe(names(1)) == 0
+    assert other.generation == 1
+    medium.close()
+    other.close()
+
+
+def test_the_doctor_finds_what_is_wrong_and_mends_what_is_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, keys = reopened(tmp_path), chain(1, 5)
+    memory = EngineMemory(5)
+    store.save(keys, filled(memory, keys)).result(20)
+    assert store.drain(20)
+    store.close()
+    asked = ["doctor", "--tier", f"fs://{tmp_path}/shared"]
+    assert main(asked) == 0
+    blocks = sorted((tmp_path / "shared").glob("??/?/*.0"))
+    assert len(blocks) == 5
+    for harm, path in zip(["cut", "flipped"], blocks, strict=False):
+        spoil([path], harm)
+    blocks[2].rename(blocks[2].with_name(blocks[2].name[:20] + "f" * 10 + blocks[2].name[30:]))
+    foreign = blocks[3].with_name("notes.txt")
+    foreign.write_text("mine")
+    capsys.readouterr()
+    assert main([*asked, "--fix"]) == 1
+    told = capsys.readouterr().out
+    for kind in ("wrong byte count", "flipped bit", "wrong name", "foreign file"):
+        assert kind in told
+    assert (foreign.read_text(), len(sorted((tmp_path / "shared").glob("??/?/*.0")))) == ("mine", 2)
+    foreign.unlink()
+    assert main(asked) == 0
+    assert main(["doctor", "--tier", f"fs://{tmp_path}/nowhere"]) == 2

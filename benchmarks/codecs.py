@@ -198,8 +198,8 @@ def changes(subject: Subject, lossy: list[Codec]) -> tuple[float, dict[str, dict
 def run(subject: Subject, rounds: int) -> dict[str, object]:
     lossy: list[Codec] = []
     for name in StoreCodec:
-        codec = lossy_codec(name.value, subject.layout, subject.engine_format)
-        lossy += [codec] if codec is not None else []
+        made = lossy_codec(name.value, subject.layout, subject.engine_format)
+        lossy += [made] if made is not None else []
     codecs = [*map(codec_named, codec_names()), *lossy]
     spent, sizes = costs(codecs, subject.raws, rounds)
     perplexity, said = changes(subject, lossy)

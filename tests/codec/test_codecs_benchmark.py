@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "codecs.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "codec_costs.py"
 COST = {"codec", "ratio", "gb_s_in", "gb_s_out", "cpu_s_per_gb_in", "cpu_s_per_gb_out", "limit_gb_s"}
 
 

@@ -1,6 +1,6 @@
 """What each codec costs and gains on real KV, and what the lossy ones change in what the model says.
 
-    python benchmarks/codecs.py [--json FILE] [--rounds N] [--tokens N] [--model MODEL]
+    python benchmarks/codec_costs.py [--json FILE] [--rounds N] [--tokens N] [--model MODEL]
 
 The KV is that of the demo's document, prefilled with SmolLM2 (bf16, blocks of 16 tokens). Per codec: bytes before / bytes
 after; GB of blocks per second and thread, in (encode) and out (decode), medians of rounds in which the codecs take turns;

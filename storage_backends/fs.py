@@ -56,7 +56,7 @@ class FsMedium(KeyMedium):
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Params:
-        capacity: Bytes = Bytes(1 << 40)
+        capacity: Bytes
         """Most bytes of the folder, as its file system counts them, foreign files among them."""
         ttl: Seconds = Seconds(86400.0)
         """Life of a block after its last write or hit."""

@@ -34,7 +34,7 @@ from kvtier.url import TierUrl
 
 
 def opened(root: Path, **params: object) -> FsMedium:
-    return FsMedium(str(root), FsMedium.Params(**params))  # type: ignore[arg-type]
+    return FsMedium(str(root), FsMedium.Params(**{"capacity": 1 << 40, **params}))  # type: ignore[arg-type]
 
 
 def place(root: Path, name: Address, generation: int = 0) -> Path:
@@ -130,7 +130,10 @@ class TestStore(StoreSuite[TieredStore]):
 
 
 def reopened(root: Path) -> TieredStore:
-    urls = [f"dram://?capacity={24 * LAYOUT.block_bytes}&verify=always", f"fs://{root}/shared?write=through&sync=false"]
+    urls = [
+        f"dram://?capacity={24 * LAYOUT.block_bytes}&verify=always",
+        f"fs://{root}/shared?capacity=1GiB&write=through&sync=false",
+    ]
     return open_store([TierUrl.parse(url) for url in urls], IDENTITY, StoreSettings(), Metrics())
 
 
@@ -158,15 +161,16 @@ def test_the_url_is_understood_or_refused() -> None:
     plan = plan_tier(TierUrl.parse("fs:///mnt/shared/kvtier?capacity=2TiB&ttl=24h&sync=false"))
     assert plan.params == FsMedium.Params(capacity=Bytes(2 << 40), ttl=Seconds(86400.0), sync=False)
     for url, complaint in {
-        "fs:///mnt?tll=2h": "'tll'; did you mean 'ttl'",
-        "fs:///mnt?ttl=0s": "ttl and timeout must be more than 0",
+        "fs:///mnt?capacity=1GiB&tll=2h": "'tll'; did you mean 'ttl'",
+        "fs:///mnt?capacity=1GiB&ttl=0s": "ttl and timeout must be more than 0",
+        "fs:///mnt": "capacity is missing",
         "fs:///mnt?capacity=4KiB": "capacity must be at least 1MiB",
     }.items():
         with pytest.raises(ConfigError, match=complaint):
             plan_tier(TierUrl.parse(url))
     for url in ("fs://mnt/shared", "fs:///", "fs://"):
         with pytest.raises(ConfigError, match="three slashes"):
-            FsMedium.open(TierUrl.parse(url), FsMedium.Params(), MediumContext(1))
+            FsMedium.open(TierUrl.parse(url), FsMedium.Params(capacity=Bytes(1 << 40)), MediumContext(1))
 
 
 def test_names_and_rights(tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ import os, random, signal, sys
 from kvtier.key import Address
 from kvtier.storage_backends import fs
 root, point, seed, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-medium = fs.FsMedium(root, fs.FsMedium.Params(sync=point == "synced"))
+medium = fs.FsMedium(root, fs.FsMedium.Params(capacity=1 << 40, sync=point == "synced"))
 die = lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL)
 pour, source = fs.pour, random.Random(seed)
 if point == "created": fs.pour = die
@@ -353,7 +357,7 @@ def test_four_processes_exceed_the_capacity_by_what_is_on_its_way_at_most(tmpfs:
     """Nobody locks anybody out: two that look at once may both find room for what only one can have."""
     medium = opened(tmpfs, capacity=Bytes(2 << 20))
     medium.ping()
-    program = WRITER.replace("fs.FsMedium.Params(", "fs.FsMedium.Params(capacity=2 << 20, ")
+    program = WRITER.replace("capacity=1 << 40", "capacity=2 << 20")
     writers = [subprocess.Popen([sys.executable, "-c", program, tmpfs, "any", str(seed), "50"]) for seed in range(4)]
     most = 0
     while any(each.poll() is None for each in writers):
@@ -494,7 +498,7 @@ from kvtier.key import Address
 from kvtier.storage_backends.fs import FsMedium
 one, two = [Address(bytes.fromhex(name)) for name in sys.argv[2:]]
 if os.geteuid() == 0: os.setresuid(65534, 65534, 65534)
-medium = FsMedium(sys.argv[1], FsMedium.Params())
+medium = FsMedium(sys.argv[1], FsMedium.Params(capacity=1 << 40))
 room = memoryview(bytearray(10))
 assert [one.status.value for one in medium.read([one, two], [[room], [room]])] == ["absent", "done"]
 assert medium.heads([one], 3) == [b""]
@@ -590,7 +594,7 @@ def test_the_doctor_finds_what_is_wrong_and_mends_what_is_ours(
     store.save(keys, filled(memory, keys)).result(20)
     assert store.drain(20)
     store.close()
-    asked = ["doctor", "--tier", f"fs://{tmp_path}/shared"]
+    asked = ["doctor", "--tier", f"fs://{tmp_path}/shared?capacity=1GiB"]
     assert main(asked) == 0
     blocks = sorted((tmp_path / "shared").glob("??/?/*.0"))
     assert len(blocks) == 5
@@ -607,4 +611,4 @@ def test_the_doctor_finds_what_is_wrong_and_mends_what_is_ours(
     assert (foreign.read_text(), len(sorted((tmp_path / "shared").glob("??/?/*.0")))) == ("mine", 2)
     foreign.unlink()
     assert main(asked) == 0
-    assert main(["doctor", "--tier", f"fs://{tmp_path}/nowhere"]) == 2
+    assert main(["doctor", "--tier", f"fs://{tmp_path}/nowhere?capacity=1GiB"]) == 2

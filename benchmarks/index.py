@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
 import random
 import sys
@@ -24,55 +23,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-import numpy as np
-
-from kvtier.abc.medium import Iovec, Outcome, SlotMedium
 from kvtier.abc.store import SlotRange
 from kvtier.config import StoreSettings
-from kvtier.key import Identity, Origin, Scope, Span, chain_keys, root_key
-from kvtier.layout import CacheGroup, GroupKind, Layout
+from kvtier.key import Span
+from kvtier.machine import resident_bytes
 from kvtier.metrics import Metrics
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
+from kvtier.testing.blocks import IDENTITY, EngineMemory, chain
 from kvtier.url import TierUrl
 
 MOST_BYTES = 400
 """Asked: index memory per entry, in bytes."""
 MOST_GROWTH = 0.02
 """Asked: resident memory may differ by this share."""
-LAYOUT = Layout((CacheGroup(GroupKind.MQA, 1, 1, 8, "bf16"),), 16)
-"""A small block of 512 bytes: the index does not depend on its size."""
-IDENTITY = Identity("benchmark", "r1", "bf16", LAYOUT)
-SCOPE = Scope()
-ORIGIN = Origin(IDENTITY.digest(), SCOPE.digest(), SCOPE.tenant_id)
-ROOT = root_key(IDENTITY, SCOPE)
 DRAM_BLOCKS, NVME_BLOCKS = 2048, 8192
 CHAINS, LONGEST = 600, 8
 WARM_UP = 100_000
 PAGE = 4096
-"""A DRAM slot of such a block."""
+"""A DRAM slot of the blocks that `kvtier.testing` has: 4 KiB."""
 NVME_SLOT = 2 * PAGE
-"""A header page and a block's bytes, rounded up."""
-
-
-class EngineMemory(SlotMedium):
-    """Stands for HBM."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots, self.slot_bytes = slots, LAYOUT.block_bytes
-        self._bytes = np.zeros((slots, self.slot_bytes), np.uint8)
-
-    def view(self, slot: int) -> memoryview:
-        return memoryview(self._bytes[slot])
-
-    def read(self, slots: object, into: object) -> list[Outcome]:
-        raise AssertionError("its views are used")
-
-    def write(self, slots: object, data: list[Iovec]) -> list[Outcome]:  # type: ignore[override]
-        raise AssertionError("its views are used")
-
-    def close(self) -> None:
-        pass
+"""A header page and a block's bytes."""
 
 
 class Entries(TypedDict):
@@ -96,14 +67,10 @@ class Lookups(TypedDict):
     disagreements: list[str]
 
 
-def chain(number: int, blocks: int) -> Span:
-    return Span(ORIGIN, ROOT, 0, tuple(chain_keys(ROOT, [number, *range(1, 16 * blocks)], 16)))
-
-
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Bytes of this process that are in memory and no garbage."""
     gc.collect()
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes()
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""What this machine, or the container around this process, has left."""
+"""What this machine, or the container around this process, has left, and what this process has."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,3 +91,8 @@ def require_memory(asked: int, what: str) -> None:
             f"{what}: asked for {rounded_bytes(asked)} of memory, "
             f"{rounded_bytes(available.nbytes)} are available ({available.where})"
         )
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

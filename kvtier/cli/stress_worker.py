@@ -6,7 +6,6 @@ Orders come as lines on standard input (``full-disk on``, ``flip-dram``, ``end``
 from __future__ import annotations
 
 import json
-import os
 import queue
 import random
 import sys
@@ -23,6 +22,7 @@ from kvtier.engine.engine import IDLE_SECONDS
 from kvtier.engine.request import FinishReason, Request, RequestStats
 from kvtier.engine.sampler import SamplingParams
 from kvtier.errors import MediumError, MediumFull
+from kvtier.machine import resident_bytes
 from kvtier.quantity import Seconds
 from kvtier.testing.faults import Faulty, Slow, wrapped
 
@@ -84,10 +84,6 @@ class _Open:
     since: float
     tokens: list[int] = field(default_factory=list)
     abort_at: float | None = None
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Media:

@@ -86,16 +86,15 @@ def test_dram_refuses_more_than_there_is_and_says_how_much_and_where() -> None:
 def test_dram_keeps_resident_memory_within_its_capacity() -> None:
     """A budget is a budget: no rounding to powers of two, no second copy."""
     script = """
+from kvtier.machine import resident_bytes
 from kvtier.storage_backends.dram import DramMedium
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
 DramMedium(1, 4096).close()
-before = resident()
+before = resident_bytes()
 medium = DramMedium(130, 1 << 20)
 assert medium.wait_prefaulted(60)
 for slot in range(130):
     medium.view(slot)[:1] = b"x"
-grown = resident() - before
+grown = resident_bytes() - before
 print(grown / (130 << 20))
 assert 0.95 * (130 << 20) < grown < 1.02 * (130 << 20), grown
 medium.close()

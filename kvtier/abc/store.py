@@ -123,6 +123,10 @@ class Selection:
             raise ValueError(f"a tenant id has 16 bytes, got {len(self.tenant)}")
         if len(self.model or "") + len(self.adapter or "") > 512:
             raise ValueError("names of model and adapter have at most 512 characters together")
+        for name in (self.model, self.adapter):
+            (
+                name or ""
+            ).encode()  # raises ValueError where it is no text: half a surrogate pair, in JSON or an argument
 
 
 @dataclass(frozen=True, slots=True)

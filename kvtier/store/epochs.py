@@ -42,7 +42,7 @@ def selection_of(name: str) -> Selection | None:
         if not all(each is None or isinstance(each, str) for each in (model, tenant, adapter)):
             return None
         return Selection(model, None if tenant is None else bytes.fromhex(tenant), adapter)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 
@@ -105,7 +105,7 @@ class Epochs:
 
     def _raise(self, rows: Mapping[Selection, int]) -> None:
         higher = {what: epoch for what, epoch in rows.items() if epoch > self._rows.get(what, 0)}
-        merged = self._bounded({**self._rows, **higher}) if higher else self._rows
+        merged = _bounded({**self._rows, **higher}) if higher else self._rows
         if merged != self._rows:
             self._rows = merged
             self._past.append(self._covered)
@@ -115,19 +115,27 @@ class Epochs:
             }
             self.changes += 1
 
-    def _bounded(self, rows: dict[Selection, int]) -> dict[Selection, int]:
-        """Without rows that a wider one implies; where too many are left, with one for a whole model instead."""
-        kept = {
-            what: epoch
-            for what, epoch in rows.items()
-            if not any(other != what and high >= epoch and covers(other, what) for other, high in _wider(rows, what))
-        }
-        if len(kept) <= MOST_SELECTIONS:
-            return kept
-        models = Counter(what.model for what in kept)
-        (fullest, count), *_ = models.most_common(1)
-        wide = Selection(fullest if count > 1 else None)
-        return self._bounded({**kept, wide: max(epoch for what, epoch in kept.items() if covers(wide, what))})
+
+def _bounded(rows: dict[Selection, int]) -> dict[Selection, int]:
+    """Without rows that a wider one implies; where too many are left, with one for a whole model instead, or for all."""
+    kept = {
+        what: epoch
+        for what, epoch in rows.items()
+        if not any(other != what and high >= epoch and covers(other, what) for other, high in _wider(rows, what))
+    }
+    left, whole = len(kept), set[str | None]()
+    for model, count in Counter(what.model for what in kept).most_common():
+        if left <= MOST_SELECTIONS or model is None or count == 1:
+            break
+        whole.add(model)
+        left -= count - 1
+    if left > MOST_SELECTIONS:
+        whole = {None}
+    fewer: dict[Selection, int] = {}
+    for what, epoch in kept.items():
+        wide = Selection() if None in whole else Selection(what.model) if what.model in whole else what
+        fewer[wide] = max(epoch, fewer.get(wide, 0))
+    return fewer
 
 
 def _epoch(covered: Mapping[_Covered, int], model: str | None, tenant: bytes, adapter: bytes) -> int:

@@ -537,3 +537,26 @@ def test_selections_are_bounded_and_what_was_cleared_stays_cleared() -> None:
         epochs.clear(Selection(f"model {number}"))
     assert len(epochs.lacking({})[0]) <= MOST_SELECTIONS
     assert covers(Selection(), Selection("m", bytes(16)))
+
+
+def test_a_flood_of_strange_selections_is_taken_over_soon_and_within_bounds() -> None:
+    epochs = Epochs()
+    models = MOST_SELECTIONS + 500
+    epochs.merge({name_of(Selection(f"m{i % models}", None, f"a{i}")): i + 1 for i in range(3 * models)})
+    wanted, implied = epochs.lacking({})
+    assert len(wanted) <= MOST_SELECTIONS
+    assert not implied
+    assert epochs.of("m7", bytes(16), bytes(16)) >= 8, "more is cleared than was asked for, and never less"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["[" * 4000, '[null, null, "\\ud800"]', '["\\udfff", null, null]', "[" + "9" * 4000],
+    ids=["nested", "half", "other", "long"],
+)
+def test_a_store_opens_on_a_medium_with_names_that_are_no_text(name: str) -> None:
+    shared = MemoryMedium()
+    shared.raise_epochs({name: 5}, {})
+    bench = make_bench(shared=shared)
+    assert bench.store.clear(Selection()).tiers[bench.tiers[0].name].trouble is None
+    bench.store.close()

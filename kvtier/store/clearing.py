@@ -51,10 +51,16 @@ class _Place:
         """Changes of the epochs up to which the tier knows all."""
         self.swept = 0
         """Changes of the epochs up to which its cleared blocks are gone."""
+        self.began: int | None = None
+        """What ``swept`` is to be when the search that is under way has ended; what is cleared meanwhile is for the next."""
         self.asked = float("-inf")
         self.dirty = False
         """Whether what a clear of the whole tier has left is still to be removed."""
         self.busy = False
+
+    def left(self, swept: int) -> bool:
+        """Whether anything may be left of what was cleared up to ``swept``, or of a clear of the whole tier."""
+        return self.dirty or self.began is not None or self.swept != swept
 
 
 class Clearing:
@@ -87,7 +93,9 @@ class Clearing:
         self._models: dict[bytes, str] = {} if identity is None else {identity.digest(): identity.model}
         self._scopes = Scopes([tier.name for tier in tiers])
         self._places = {tier.name: _Place() for tier in tiers}
+        self._starting = threading.Lock()
         self._swept = 0
+        self._sweep_began = 0
         self._next_slot = 0
         self._explained = 0
         self._explained_until = clock() + EXPLAIN_SECONDS
@@ -209,15 +217,18 @@ class Clearing:
         self._models = {**named, **self._models}
 
     def _stale_in_dram(self) -> int:
-        with self._lock:
-            return sum(count for lot, count in self._arena.headers.lots().items() if self.stale(lot))
+        count = 0
+        for start in range(0, self._arena.pool.capacity, STEP):
+            with self._lock:
+                count += len(self._arena.cleared(start, start + STEP, self.stale))
+        return count
 
     @property
     def finished(self) -> bool:
         """Whether nothing that can be reached is left of what was cleared."""
         changes = self.epochs.changes
         usable = [self._places[tier.name] for tier in self._tiers if tier.usable]
-        return self._swept == changes and not any(place.dirty or place.swept != changes for place in usable)
+        return self._swept == changes and not any(place.left(changes) for place in usable)
 
     def keep(self) -> None:
         """A step of the upkeep: tell tiers what they lack, ask those that others share, remove what is out of reach."""
@@ -231,13 +242,15 @@ class Clearing:
                 place.asked = self._clock()
                 tier.workers.submit(Urgency.PREFETCH, partial(self._ask, tier))
             for record in self._scopes.unwritten(tier.name) if tier.usable else []:
-                tier.workers.submit(Urgency.SAVE, partial(self._record, tier, record))
-            if place.dirty or place.swept != self.epochs.changes:
-                self._start_removing(tier)
+                if not tier.workers.submit(Urgency.SAVE, partial(self._record, tier, record)):
+                    self._scopes.owe(tier.name, record)
         for _ in range(STEPS):
             if self._swept == self.epochs.changes:
                 break
             self._sweep_dram()
+        for tier in self._tiers:  # after DRAM, out of which cleared blocks may go down until they are gone there
+            if self._places[tier.name].left(self._swept):
+                self._start_removing(tier)
 
     def _ask(self, tier: LowerTier) -> None:
         """On a transfer thread."""
@@ -253,27 +266,31 @@ class Clearing:
 
     def _start_removing(self, tier: LowerTier) -> None:
         place = self._places[tier.name]
-        if not place.busy and tier.usable:
+        with self._starting:
+            if place.busy or not tier.usable:
+                return
             place.busy = True
-            if not tier.workers.submit(Urgency.SAVE, partial(self._remove, tier)):
-                place.busy = False
+        if not tier.workers.submit(Urgency.SAVE, partial(self._remove, tier)):
+            place.busy = False
 
     def _remove(self, tier: LowerTier) -> None:
         """On a transfer thread: one step in one tier."""
-        place, changes = self._places[tier.name], self.epochs.changes
+        place = self._places[tier.name]
+        if place.began is None:
+            place.began, place.dirty = self._swept, False
         try:
             gone, finished = tier.reclaim(self.stale)
             with self._lock:
                 self._history.went(gone, Reason.CLEARED)
             if finished:
-                place.dirty = False
-                place.swept = changes
+                place.swept, place.began = place.began, None
         finally:
             place.busy = False
 
     def _sweep_dram(self) -> None:
         """Drop some of the blocks that have been cleared, and have the tiers drop them as well."""
-        changes = self.epochs.changes
+        if self._next_slot == 0:
+            self._sweep_began = self.epochs.changes
         with self._lock:
             stop = min(self._next_slot + STEP, self._arena.pool.capacity)
             gone = self._arena.cleared(self._next_slot, stop, self.stale)
@@ -283,4 +300,4 @@ class Clearing:
         self._next_slot = stop
         if stop == self._arena.pool.capacity:
             self._next_slot = 0
-            self._swept = changes
+            self._swept = self._sweep_began

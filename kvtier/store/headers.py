@@ -119,13 +119,6 @@ class HeaderTable:
             epoch=shared.epoch,
         )
 
-    def lots(self) -> dict[Lot, int]:
-        """How many blocks there are of each lot."""
-        counts: dict[Lot, int] = {}
-        for shared, count in self._blocks.items():
-            counts[shared.lot] = counts.get(shared.lot, 0) + count
-        return counts
-
     def slots_of(self, start: int, stop: int, wanted: Callable[[Lot], bool]) -> list[Slot]:
         """The slots from ``start`` to before ``stop`` whose blocks are of a lot that is wanted."""
         part = self._shared[start:stop]

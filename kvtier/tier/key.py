@@ -146,8 +146,11 @@ class KeyTier(LowerTier):
 
     def epochs(self) -> dict[str, int] | None:
         def read() -> dict[str, int]:
+            version = self._names.epochs_version  # before: a probe may see a later one, and not its rows, at any time
             rows = self._names.epochs()
-            self._version = self._names.epochs_version
+            if self._names.epochs_version != version:  # mostly because this reading has brought it
+                version, rows = self._names.epochs_version, self._names.epochs()
+            self._version = version
             return rows
 
         return self._guarded("epochs", read, None)
@@ -168,8 +171,12 @@ class KeyTier(LowerTier):
 
     def _reclaim(self, cleared: Callable[[Lot], bool]) -> tuple[list[Address], bool]:
         if self._hidden:
-            self._names.reclaim()
-            self._hidden = False
+            self._hidden = False  # before: what is cleared meanwhile is hidden again
+            try:
+                self._names.reclaim()
+            except BaseException:
+                self._hidden = True
+                raise
         sweep, self._sweep = self._sweep or self._names.scan(), None
         names = list(islice(sweep, STEP))
         summer = summer_of(self._names.auth_key)

@@ -21,10 +21,13 @@ from kvtier.key import Adapter, Identity, Origin, Scope, Span, chain_keys, root_
 from kvtier.params import build_params
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.redis import RedisMedium
+from kvtier.store import clearing
 from kvtier.store.clearing import EXPLAIN_SECONDS
 from kvtier.store.epochs import MOST_SELECTIONS, Epochs, covers, name_of, selection_of
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from kvtier.tier import key as tier_key
+from kvtier.tier import slot as tier_slot
 from kvtier.url import TierUrl
 
 from .builders import IDENTITY, Bench, make_bench
@@ -486,6 +489,97 @@ def test_a_tier_that_there_is_not_is_refused(tmp_path: Path) -> None:
     bench = make_bench(nvme=tmp_path)
     with pytest.raises(RequestError, match="tier 'redis' does not exist here; there are dram, nvme"):
         bench.store.clear(Selection(), "redis")
+    bench.store.close()
+
+
+# -- clears that meet
+
+
+@pytest.mark.parametrize("kind", ["nvme", "memory"])
+def test_what_is_cleared_while_cleared_blocks_are_searched_for_goes_as_well(
+    kind: str, tmp_path: Path, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, steps in ((clearing, 1), (tier_slot, 1), (tier_key, None)):
+        monkeypatch.setattr(module, "STEP", 2)
+        if steps is not None:
+            monkeypatch.setattr(module, "STEPS", steps)
+    bench = make_bench(**media(kind, tmp_path, server))  # type: ignore[arg-type]
+    for number, scope in enumerate((OTHER, ACME)):
+        bench.save(asked(bench, number, scope))
+    for scope in (ACME, OTHER, Scope(tenant=b"third"), Scope(tenant=b"fourth")):
+        bench.store.clear(Selection(tenant=scope.tenant_id))
+        upkeep(bench, 1)  # too few to come to an end
+    assert bench.store.reclaim(10)
+    assert bench.arena.pool.ready == 0
+    held = bench.tiers[0].medium
+    left = list(held.scan()) if isinstance(held, KeyMedium) else bench.tiers[0].counts()["ready"]
+    assert not left, "what the store calls finished is gone"
+    bench.store.close()
+
+
+def test_cleared_blocks_that_wait_to_be_written_are_not_left_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clearing, "STEP", 1)
+    monkeypatch.setattr(clearing, "STEPS", 1)
+    bench = make_bench(nvme=tmp_path)
+    (tier,) = bench.tiers
+    span = asked(bench, 1)
+    running = bench.store.save(span, bench.source(span))
+    while not running.done():
+        assert bench.store._workers.run_one()
+    assert tier.workers.queued == 1, "a write waits"
+    bench.store.clear(Selection())
+    bench.clock.advance(2.0)
+    bench.store.keep()
+    while tier.workers.queued:
+        assert tier.workers.run_one(lambda count: count - 1)  # what was submitted last comes first
+    assert bench.store.reclaim(10)
+    assert tier.counts()["ready"] == 0
+    bench.store.close()
+
+
+def test_a_tier_that_is_cleared_while_it_is_searched_is_searched_again(server: ValkeyServer) -> None:
+    bench = make_bench(shared=on(server))
+    (tier,) = bench.tiers
+    bench.save(asked(bench, 1))
+    medium = tier.medium
+    assert isinstance(medium, RedisMedium)
+    reclaim = medium.reclaim
+
+    def reclaim_and_meet() -> int:
+        gone = reclaim()
+        medium.reclaim = reclaim  # type: ignore[method-assign]
+        bench.save(asked(bench, 2))
+        bench.store.clear(Selection(), tier.name)
+        return gone
+
+    medium.reclaim = reclaim_and_meet  # type: ignore[method-assign]
+    bench.store.clear(Selection(), tier.name)
+    assert bench.store.reclaim(10)
+    assert not list(behind(server).scan_iter(b"kvt:1:*"))
+    bench.store.close()
+
+
+def test_a_clear_that_is_seen_while_epochs_are_read_is_not_missed() -> None:
+    class Meeting(MemoryMedium):
+        met = False
+
+        def epochs(self) -> dict[str, int]:
+            rows = super().epochs()
+            if self.met:
+                self.met = False
+                self.raise_epochs({name_of(Selection("other")): 9}, {})  # another engine's, seen by a probe of ours
+                self.probe([])
+            return rows
+
+    shared = Meeting()
+    bench = make_bench(shared=shared)
+    shared.met = True
+    shared.raise_epochs({name_of(Selection("one")): 3}, {})
+    upkeep(bench)
+    assert bench.store._clearing.epochs.of("one", bytes(16), bytes(16)) == 3
+    assert bench.store._clearing.epochs.of("other", bytes(16), bytes(16)) == 9
     bench.store.close()
 
 

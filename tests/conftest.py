@@ -1,10 +1,11 @@
-"""Order, seeds and the closing list of what could not run here."""
+"""Order, seeds, torch on one thread, and the closing list of what could not run here."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -35,6 +36,17 @@ def seed() -> int:
     random.seed(SEED)
     np.random.seed(SEED)  # noqa: NPY002 - libraries under test may draw from the global state
     return SEED
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """The tiny model is faster on one thread, and the machine is shared."""
+    import torch  # noqa: PLC0415 - most tests do not need it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

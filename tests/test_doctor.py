@@ -457,6 +457,18 @@ def test_a_fault_on_redis_is_named_and_repaired_where_it_is_ours(
     it.client.close()
 
 
+def test_blocks_of_megabytes_are_looked_at_as_well(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    it = Shared(valkey)
+    it.batch = Batch(1, 3 << 20)
+    whole = it.frame(0)[:HEADER_BYTES] + bytes(it.batch.sources[0][: 3 << 20])
+    it.put(0, whole)
+    assert doctor(capsys, "--tier", it.url)[0] == 0
+    it.put(0, edited(whole, 2 << 20, b"\xff\0\xff\0"))
+    code, told, _ = doctor(capsys, "--tier", it.url)
+    assert (code, kinds(told)) == (1, ["flipped bit"])
+    it.client.close()
+
+
 def test_the_scan_is_bounded_and_says_so(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
     it = Shared(valkey)
     code, told, _ = doctor(capsys, "--tier", it.url, "--most", "2")

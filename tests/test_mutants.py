@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support import ROOT, script
 
-_spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-assert _spec is not None
-assert _spec.loader is not None
-mutants = importlib.util.module_from_spec(_spec)
-sys.modules["mutants"] = mutants  # dataclasses look their module up
-_spec.loader.exec_module(mutants)
+mutants = script("scripts/mutants.py")
 
 
 def test_every_mutant_fits_the_tree() -> None:

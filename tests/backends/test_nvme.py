@@ -83,10 +83,15 @@ def test_epochs_outlive_the_process_and_the_database(tmp_path: Path, loss: str) 
     again.close()
 
 
-def test_epochs_that_cannot_be_read_stop_the_tier_and_are_not_taken_for_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2", "[" * 5000, "[]", '{"a": Infinity}', '{"a": -5}', '{"a": 1e3}', '{"a": 4294967296}', '{"\\ud800": 5}'],
+    ids=["cut", "nested", "list", "infinite", "negative", "real", "large", "half a character"],
+)
+def test_epochs_that_cannot_be_read_stop_the_tier_and_are_not_taken_for_none(tmp_path: Path, text: str) -> None:
     opened(tmp_path).close()
     (tmp_path / "index.sqlite").unlink()
-    (tmp_path / "epochs.json").write_text("[1, 2")
+    (tmp_path / "epochs.json").write_text(text)
     with pytest.raises(MediumError, match="what was cleared is not known"):
         opened(tmp_path)
 

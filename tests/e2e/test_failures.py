@@ -14,26 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier.testing.requirements import require_machine
 from kvtier.testing.valkey import ValkeyServer
+from tests.support import until
 
-from .support import TINY_BLOCK_BYTES, TINY_TOKENS, House, Server, Tiny, make_tiny, until, valkey
+from .support import TINY_BLOCK_BYTES, TINY_TOKENS, House, Server, Tiny, make_tiny, valkey
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGE = 4096
 STRIDE = TINY_BLOCK_BYTES + PAGE
 BACK_SECONDS = 8.0
 """Within this a tier that is well again is used again."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

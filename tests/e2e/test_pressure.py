@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from kvtier.config import EngineSettings
+from tests.support import until
 
-from .support import House, Server, shipped_text, until, valkey, without_cache
+from .support import House, Server, shipped_text, valkey, without_cache
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 

@@ -14,8 +14,9 @@ import pytest
 
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer
+from tests.support import until
 
-from .support import Server, kvtier, make_tiny_model, until, valkey
+from .support import Server, kvtier, make_tiny_model, valkey
 
 pytestmark = pytest.mark.slow
 

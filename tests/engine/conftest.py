@@ -1,8 +1,7 @@
-"""What several engine tests share: the real model, loaded once, and torch on one thread."""
+"""What several engine tests share: the real model, loaded once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
@@ -45,12 +44,3 @@ def smollm2() -> RealModel:
 def prose() -> str:
     """Real English technical prose of more than 20,000 tokens: the topics of Python's own ``help``."""
     return "\n\n".join(text for _, text in sorted(topics.items()))
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """The tiny model is faster on one thread, and the machine is shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

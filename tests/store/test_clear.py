@@ -17,7 +17,7 @@ from kvtier.abc.medium import KeyMedium, MediumContext
 from kvtier.abc.store import Found, Reason, Selection
 from kvtier.config import WriteMode
 from kvtier.errors import RequestError
-from kvtier.key import Adapter, Identity, Origin, Scope, Span, chain_keys, root_key
+from kvtier.key import Adapter, Address, Identity, Origin, Scope, Span, chain_keys, root_key
 from kvtier.params import build_params
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.redis import RedisMedium
@@ -483,6 +483,32 @@ def test_a_generation_that_redis_lost_is_given_back(server: ValkeyServer) -> Non
     assert mine.generation == theirs.generation == 3
     for medium in (mine, theirs, fresh):
         medium.close()
+
+
+@pytest.mark.parametrize("there", [b"garbage", b"-7", b"9223372036854775807", b"4294967296", b""])
+def test_a_generation_that_is_none_does_not_keep_redis_from_being_cleared(server: ValkeyServer, there: bytes) -> None:
+    mine, theirs = on(server), on(server)
+    name = Address(bytes(40))
+    assert mine.write([name], [[memoryview(b"value")]])[0].done
+    behind(server).hset("kvt:clear", "generation", there)
+    assert mine.probe([name]) == theirs.probe([name]) == 1
+    mine.clear()
+    assert mine.probe([name]) == theirs.probe([name]) == 0
+    assert mine.generation == theirs.generation == 1
+    assert mine.reclaim() == 1
+    mine.close()
+    theirs.close()
+
+
+def test_the_last_generation_is_not_passed(server: ValkeyServer) -> None:
+    bench = make_bench(shared=on(server))
+    behind(server).hset("kvt:clear", "generation", (1 << 32) - 1)
+    (tier,) = bench.tiers
+    tier.probe([])
+    assert bench.store.clear(Selection(), tier.name).tiers[tier.name].trouble
+    assert tier.usable
+    assert behind(server).hget("kvt:clear", "generation") == b"%d" % ((1 << 32) - 1)
+    bench.store.close()
 
 
 def test_a_tier_that_there_is_not_is_refused(tmp_path: Path) -> None:

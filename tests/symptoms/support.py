@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,20 +19,12 @@ from kvtier.store.open import open_store
 from kvtier.testing.blocks import IDENTITY, EngineMemory, filled
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from tests.support import until
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROOT = Path(__file__).parents[2]
 PAGE = 4096
-
-
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait for ``condition``, and fail saying ``what`` was waited for where it takes longer."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.1f} s"
-        time.sleep(0.002)
 
 
 def prompt(

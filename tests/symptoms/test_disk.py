@@ -20,8 +20,9 @@ from kvtier.key import Identity
 from kvtier.layout import CacheGroup, GroupKind, Layout
 from kvtier.storage_backends import nvme_file
 from kvtier.testing.blocks import IDENTITY
+from tests.support import ROOT, until
 
-from .support import PAGE, ROOT, Tiers, dram, nvme, prompt, until
+from .support import PAGE, Tiers, dram, nvme, prompt
 
 MIB = 1 << 20
 BLOCKS = 6

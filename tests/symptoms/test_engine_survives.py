@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from kvtier.abc.medium import Arrived, Iovec, Outcome, Status
 from kvtier.engine.engine import Engine
@@ -18,20 +17,15 @@ from kvtier.engine.request import Request
 from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
 from tests.engine.support import BLOCK, expected, greedy, prompt
+from tests.support import until
 
 from .engine import IDENTITY, Rig, connected
-from .support import Tiers, dram, until
+from .support import Tiers, dram
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PATIENCE = 0.2
 """The store's deadline, where a test lets something hang (seconds)."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def alone(requests: Sequence[Request]) -> list[tuple[int, ...]]:

@@ -14,8 +14,9 @@ import pytest
 from kvtier.key import Adapter, Extra, Identity, Scope, Shard
 from kvtier.layout import CacheGroup, GroupKind, Layout
 from kvtier.testing.blocks import IDENTITY
+from tests.support import ROOT
 
-from .support import ROOT, Tiers, dram, nvme, prompt, valkey
+from .support import Tiers, dram, nvme, prompt, valkey
 
 BLOCKS = 10
 WRITER = """

@@ -17,8 +17,9 @@ from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.testing.blocks import EngineMemory
 from kvtier.testing.faults import Faulty
 from tests.store.builders import Bench, chain, make_bench
+from tests.support import until
 
-from .support import Tiers, dram, nvme, prompt, until
+from .support import Tiers, dram, nvme, prompt
 
 
 def expect_all_of_dram(bench: Bench) -> None:

@@ -26,8 +26,9 @@ from kvtier.testing.media import names
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer
 from kvtier.url import TierUrl
+from tests.support import until
 
-from .support import Tiers, dram, prompt, until, valkey
+from .support import Tiers, dram, prompt, valkey
 
 DEADLINE = 0.3
 """What a request may wait for blocks (seconds), and so what Redis may add to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,15 +16,9 @@ from tests.engine.support import BLOCK, expected, greedy, prompt
 
 from .engine import BLOCK_BYTES, GEOMETRY, Rig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SENTINEL = 0x5A
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def alone(*requests: Request) -> list[tuple[int, ...]]:

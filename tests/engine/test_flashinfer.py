@@ -61,7 +61,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
     fake.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]  # a module made here
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.delitem(sys.modules, "kvtier.engine.paged_attention_flashinfer", raising=False)
-    return importlib.import_module("kvtier.engine.paged_attention_flashinfer")  # type: ignore[return-value]  # by name
+    return importlib.import_module("kvtier.engine.paged_attention_flashinfer")
 
 
 def test_flashinfer_is_told_what_torch_is_told(backend: AttentionBackend) -> None:

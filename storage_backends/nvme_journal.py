@@ -292,14 +292,18 @@ class NvmeJournal(Journal):
 
     def _copied_epochs(self) -> dict[str, int]:
         try:
-            found = json.loads(self._epochs_copy.read_text(encoding="utf-8"))
-            return {str(name): int(epoch) for name, epoch in found.items()}
+            found: dict[str, int] = json.loads(self._epochs_copy.read_text(encoding="utf-8"))
+            for name, epoch in found.items():
+                name.encode()
+                if type(epoch) is not int or not 0 < epoch < 1 << 32:
+                    raise ValueError(f"{name[:80]!r} has the epoch {str(epoch)[:20]}")
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise MediumError(
                 f"{self._epochs_copy}: cannot be read ({error}); what was cleared is not known"
             ) from error
+        return found
 
     def _known_origins(self, database: sqlite3.Connection) -> dict[_Origin, int]:
         if self._origins is None:

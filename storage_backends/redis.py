@@ -270,11 +270,14 @@ class RedisMedium(KeyMedium):
 
     @_sensible
     def clear(self) -> None:
-        counted = self._called(lambda wire: int(wire.call("HINCRBY", CLEAR, "generation", 1)))
+        """Of clears that meet the later one may find that the other has done it all."""
+        there = self._called(lambda wire: number_of(wire.call("HGET", CLEAR, "generation")))
+        generation = max(self.generation, there) + 1  # and not HINCRBY: what stands there may be no number of ours
+        if generation >= 1 << 32:
+            raise MediumFull(f"{self._where}: no generation is left: all 2^32 are used")
+        self._called(lambda wire: merged(wire, {b"generation": generation}, {}))
         with self._lock:
-            known, self.generation = self.generation, max(self.generation + 1, counted)
-        if counted <= known:  # the server had lost it
-            self._called(lambda wire: merged(wire, {b"generation": self.generation}, {}))
+            self.generation = max(self.generation, generation)
 
     @_sensible
     def reclaim(self) -> int:

@@ -85,12 +85,15 @@ class RedisAuditor(Auditor):
 
     def _flaw(self, name: bytes, block: Address) -> Flaw | None:
         size = int(self._wire.call("STRLEN", name))
-        if size > HEADER_BYTES + MAX_PAYLOAD_BYTES:
+        if size > MAX_PAYLOAD_BYTES:
             return Flaw(FaultKind.UNDECODABLE, f"{size} bytes, which no frame has")
-        came = self._wire.call("GET", name)
-        if came is None:
+        room = memoryview(bytearray(size))
+        (came,) = self._wire.get_all([(name, [room])])
+        if isinstance(came, Exception):
+            raise came
+        if not came.done:  # gone, or another one, since it was measured
             return None
-        value = memoryview(came)
+        value = room[: came.nbytes]
         header = read_header(value, self._summer)
         if isinstance(header, Flaw):
             return header

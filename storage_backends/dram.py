@@ -116,7 +116,7 @@ class DramMedium(SlotMedium):
 
     def _fault_in(self, pin: bool) -> None:
         if pin and not cuda_copy.device_count():
-            _log.info("the DRAM arena is not page-locked: no CUDA device is in use")
+            _log.debug("the DRAM arena is not page-locked: no CUDA device is in use")
             pin = False
         address, size = self._bytes.ctypes.data, self._bytes.nbytes
         # Whole slots, because a copy must not reach from a page-locked range into another one.

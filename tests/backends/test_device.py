@@ -374,7 +374,7 @@ def test_dram_without_a_device_says_once_that_it_is_not_page_locked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda_copy, "device_count", lambda: 0)
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     medium = DramMedium(4, 1 << 20, pin=True)
     assert medium.wait_prefaulted(30)
     medium.close()

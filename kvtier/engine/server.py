@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -199,9 +200,23 @@ def _check_local(http: HttpRequest) -> None:
     Not through a proxy, which is on this machine while who asks is not, and not by a name that a web page made ours.
     """
     host = http.client.host if http.client is not None else ""
-    forwarded = any(name in http.headers for name in ("forwarded", "x-forwarded-for", "via"))
-    if forwarded or (host and not (_is_loopback(host) and _is_loopback(http.url.hostname or ""))):
+    forwarded = any(name in _OF_PROXIES or name.startswith("x-forwarded-") for name in http.headers)
+    if forwarded or (host and not (_is_loopback(host) and _is_loopback(_asked_host(http)))):
         raise HTTPException(404, "Not Found")
+
+
+_OF_PROXIES = frozenset(
+    ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "x-envoy-external-address")
+)
+"""With all that begin with ``x-forwarded-``: what proxies add to what they pass on."""
+
+
+def _asked_host(http: HttpRequest) -> str:
+    """The host by whose name the server was asked, empty where that is no name: ``http.url`` then has the server's own."""
+    try:
+        return urlsplit(f"//{http.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -204,7 +204,10 @@ def test_only_this_machine_may_clear(app: tuple[object, list[tuple[Selection, st
     door, asked = app
     for client in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "not an address"):
         assert post(door, "{}", client).status_code == 404
-    assert post(door, "{}", **{"x-forwarded-for": "127.0.0.1"}).status_code == 404
+    for header in ("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via"):
+        assert post(door, "{}", **{header: "127.0.0.1"}).status_code == 404, header
+    for host in ("[::1", "127.0.0.1@evil.example", "127.0.0.1.evil.example", ""):
+        assert post(door, "{}", host=host).status_code == 404, host
     assert post(door, "{}", host="evil.example").status_code == 404, "a web page that made its name ours"
     assert post(door, "{}", **{"content-type": "text/plain"}).status_code == 415, "what a web page may send unasked"
     assert asked == []

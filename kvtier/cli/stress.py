@@ -83,10 +83,14 @@ def run(args: argparse.Namespace) -> int:
     with _folder(args.keep) as folder, start_valkey(folder) as valkey:
         say("finding prompts")
         make_plan(folder, valkey.url, seed, aborts="abort" in faults)
-        verdict = Run(folder, valkey, faults, seed, NVME_BYTES, say).go(args.minutes)
-        say("")
-        if not verdict.passed:
-            _show_log(folder / "engine.log")
+        passed = False
+        try:
+            verdict = Run(folder, valkey, faults, seed, NVME_BYTES, say).go(args.minutes)
+            passed = verdict.passed
+        finally:
+            say("")
+            if not passed:
+                _show_log(folder / "engine.log")
     if args.json:
         args.json.write_text(
             json.dumps(asdict(verdict) | {"passed": verdict.passed}, indent=2) + "\n", encoding="utf-8"

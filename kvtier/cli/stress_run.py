@@ -115,7 +115,7 @@ class Life:
         until = time.monotonic() + START_SECONDS
         while not self.last:
             if self.process.poll() is not None or time.monotonic() > until:
-                raise ConfigError(f"the engine did not start; see {self._log.name}")
+                raise ConfigError("the engine did not start: see the end of its log above")
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -167,16 +167,17 @@ class Run:
         return self._life
 
     def go(self, minutes: float) -> Verdict:
-        self._start()
-        end = time.monotonic() + 60.0 * minutes
+        """Raises ``ConfigError`` where the engine does not start; no process of its outlives this call."""
         try:
+            self._start()
+            end = time.monotonic() + 60.0 * minutes
             while time.monotonic() < end and not (self.verdict.wrong or self.verdict.leaks):
                 self._one_fault(end)
                 self._look()
             self._finish()
         finally:
-            if self.life.process.poll() is None:
-                self.life.kill()
+            if self._life is not None and self._life.process.poll() is None:
+                self._life.kill()
         return self.verdict
 
     def _start(self) -> None:
@@ -281,7 +282,7 @@ class Run:
 
     def _flip_file(self, lasts: float) -> None:
         files = [each for each in self._nvme.rglob("*") if each.is_file() and each.stat().st_size >= 1 << 16]
-        slabs = [each for each in files if "db" not in each.suffix and "sqlite" not in each.name]
+        slabs = [each for each in files if "sqlite" not in each.name]
         for _ in range(4):
             if slabs:
                 self._flip_in(self._dice.choice(slabs))

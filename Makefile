@@ -1,7 +1,7 @@
 # One command per verb. Each makes .venv first where it is missing or older than pyproject.toml or constraints.txt.
 #   make demo    serve one long prompt cold, then from HBM, DRAM, NVMe and Redis; ARGS="--json FILE" for the numbers
 #   make test    the whole suite, fast tests first; ARGS="-k name" for a part of it
-#   make mutants put known bugs back, one at a time, and see that the tests notice; ARGS="-k word" for some, --list
+#   make mutants   put known bugs back, one at a time, and see that the tests notice; ARGS="-k word" for some, --list
 #   make test-gpu   the tests that need a GPU, with PYTHON's own torch, CuPy and Triton, and no .venv
 #   make lint    ruff and the import contracts        make types   mypy
 #   make bench   every benchmark, results in build/bench/

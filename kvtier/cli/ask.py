@@ -35,7 +35,9 @@ def asked(args: argparse.Namespace, path: str, body: object, expected: str, what
             answer = connection.getresponse()
             came = answer.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException) as failed:
-        raise ConfigError(f"{where}: no answer ({failed or type(failed).__name__})") from failed
+        raise ConfigError(
+            f"{where}: no answer ({failed or type(failed).__name__}); is `kvtier serve` running there?"
+        ) from failed
     try:
         found = json.loads(came)
         refusal = found["error"]["message"] if answer.status == http.client.BAD_REQUEST else None

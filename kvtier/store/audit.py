@@ -13,7 +13,7 @@ from kvtier.registry import TierPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Treated:
     """A finding, and what came of it."""
 
     finding: Finding
@@ -29,7 +29,7 @@ class Audited:
 
     tier: str
     looked_at: int = 0
-    found: list[Found] = field(default_factory=list)
+    found: list[Treated] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     """Why it could not be run, or not to its end."""
@@ -46,7 +46,7 @@ def audit_tier(plan: TierPlan, progress: Progress, *, fix: bool, most: int) -> A
             auditor.most = most
             try:
                 for finding in auditor.look(progress):
-                    audited.found.append(Found(finding))
+                    audited.found.append(Treated(finding))
             finally:
                 audited.looked_at, audited.notes = auditor.looked_at, auditor.notes
                 if auditor.sealed:
@@ -60,13 +60,13 @@ def audit_tier(plan: TierPlan, progress: Progress, *, fix: bool, most: int) -> A
     return audited
 
 
-def _mended(finding: Finding) -> Found:
+def _mended(finding: Finding) -> Treated:
     if finding.repair is None:
-        return Found(finding, why_not="not kvtier's to change")
+        return Treated(finding, why_not="not kvtier's to change")
     try:
-        return Found(finding, finding.repair())
+        return Treated(finding, finding.repair())
     except (KvtierError, OSError) as failed:
-        return Found(finding, why_not=str(failed))
+        return Treated(finding, why_not=str(failed))
 
 
 def lease_faults(tier: str, pool: BlockPool, held: Sequence[int], *, settled: bool) -> list[str]:

@@ -20,7 +20,7 @@ _NOT_SLOTS = {
     f"{EPOCHS_COPY.partition('.')[0]}.new",
     *(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal")),
 }
-SHARE = "to share one directory between engines, let the kvtier daemon hold it and connect them to the daemon"
+SHARE = "give each engine a directory of its own, or stop that process first"
 
 
 def file_name(stride: int) -> str:

@@ -296,7 +296,7 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
     )
     assert second.returncode != 0
     assert f"ConfigError: nvme tier {tmp_path}: process {os.getpid()} is using it" in second.stderr
-    assert "daemon" in second.stderr
+    assert "give each engine a directory of its own" in second.stderr
     medium.close()
     opened(tmp_path).close()
 

@@ -243,7 +243,7 @@ class ServerSettings:
     """The HTTP server."""
 
     host: str = _setting("127.0.0.1", "address to listen on")
-    port: int = _setting(8000, "port to listen on; 0: any free one", at_least=0)
+    port: int = _setting(8000, "port to listen on; 0: any free one", at_least=0, at_most=65535)
     uds: str | None = _setting(None, "Unix socket to listen on instead of host and port")
 
 

@@ -375,6 +375,7 @@ def test_a_toml_value_keeps_its_type(tmp_path: Path) -> None:
             {"KVTIER_RECOMPUTE_SAMPLE": "1.5"},
             "environment KVTIER_RECOMPUTE_SAMPLE: recompute_sample: 1.5 is more than 1",
         ),
+        ({"KVTIER_PORT": "65536"}, "environment KVTIER_PORT: port: 65536 is more than 65535"),
         ({"KVTIER_KV_DTYPE": "int3"}, "kv_dtype: 'int3' is not one of auto, bf16, fp16, fp32"),
         ({"KVTIER_TIERS": "dram"}, "environment KVTIER_TIERS: tiers: 'dram' is not a tier URL"),
         ({"KVTIER_CONFIG": "/nowhere/kvtier.toml"}, "/nowhere/kvtier.toml: cannot read the settings: No such file"),

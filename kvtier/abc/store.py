@@ -128,6 +128,11 @@ class Selection:
                 name or ""
             ).encode()  # raises ValueError where it is no text: half a surrogate pair, in JSON or an argument
 
+    def __str__(self) -> str:
+        tenant = None if self.tenant is None else self.tenant.hex()
+        chosen = {"model": self.model, "tenant": tenant, "adapter": self.adapter}
+        return ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None) or "everything"
+
 
 @dataclass(frozen=True, slots=True)
 class ClearedTier:

@@ -123,10 +123,7 @@ def _at_rest(settings: dict[str, object], what: Selection, tier: str | None) -> 
 
 def _tell(cleared: dict[str, Any], what: Selection, tier: str | None, *, finished: bool) -> None:
     if tier is None:
-        tenant = None if what.tenant is None else what.tenant.hex()
-        chosen = {"model": what.model, "tenant": tenant, "adapter": what.adapter}
-        named = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None) or "everything"
-        print(f"cleared {named}: epoch {cleared['epoch']}")
+        print(f"cleared {what}: epoch {cleared['epoch']}")
         for scope in cleared["scopes"]:
             adapter = scope["adapter"]["name"] if scope["adapter"] else "none"
             print(f"  model {scope['model']}, tenant {scope['tenant']}, adapter {adapter}")

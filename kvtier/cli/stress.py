@@ -36,8 +36,12 @@ def _folder(kept: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="kvtier-stress-") as made:
             yield Path(made)
         return
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if any(kept.iterdir()):
+    try:
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        empty = not any(kept.iterdir())
+    except OSError as failed:
+        raise ConfigError(f"--keep: {kept}: {failed.strerror}; give it a new folder that can be written") from None
+    if not empty:
         raise ConfigError(f"{kept} is not empty; give --keep a new folder")
     yield kept
 
@@ -68,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if args.minutes <= 0:
         raise ConfigError(f"--minutes: must be more than 0, is {args.minutes}")
     faults = chosen(args.faults)
+    if args.json:
+        try:
+            args.json.touch()  # now: a verdict that cannot be written is a run for nothing
+        except OSError as failed:
+            raise ConfigError(f"flag --json: cannot write the file {args.json}: {failed.strerror}") from None
     from kvtier.cli.stress_plan import NVME_BYTES, make_plan
     from kvtier.testing.valkey import server_binary, start_valkey
 

@@ -216,6 +216,11 @@ def test_only_this_machine_may_clear(app: tuple[object, list[tuple[Selection, st
     assert asked == [(Selection(), None)] * 3
 
 
+def test_a_selection_reads_as_words() -> None:
+    assert str(Selection()) == "everything"
+    assert str(Selection("m", b"\xab" * 16, "a")) == f"model m, tenant {'ab' * 16}, adapter a"
+
+
 def test_what_a_clear_asks_for_is_checked(app: tuple[object, list[tuple[Selection, str | None]]]) -> None:
     door, asked = app
     for body in (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import stress_run
-from kvtier.cli.stress import FAULTS, chosen
+from kvtier.cli.stress import FAULTS, _folder, chosen
 from kvtier.cli.stress_plan import NVME_BYTES, make_plan
 from kvtier.cli.stress_run import Run
 from kvtier.errors import ConfigError
@@ -68,3 +68,10 @@ def test_faults_are_chosen_by_name() -> None:
     assert chosen("kill, flip-file") == ["kill", "flip-file"]
     with pytest.raises(ConfigError, match="kill-redis"):
         chosen("kil-redis")
+
+
+@pytest.mark.parametrize("kept", ["file", "file/below"])
+def test_a_folder_that_cannot_be_kept_is_named(kept: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"--keep: {tmp_path / kept}: "), _folder(tmp_path / kept):
+        pass

@@ -299,7 +299,9 @@ class RedisMedium(KeyMedium):
         commands = [("HSET", table, digest, stamped), keep, ("HLEN", table)]
         (*_, count) = self._called(lambda wire: raised(wire.pipeline(commands)))
         if count > MOST_RECORDS:
-            oldest = sorted((value, name) for name, value in self._hash(table, count).items())[: count - MOST_RECORDS]
+            oldest = sorted((value, name) for name, value in self._hash(table, 2 * MOST_RECORDS).items())[
+                : count - MOST_RECORDS
+            ]
             self._called(lambda wire: wire.call("HDEL", table, *(name for _, name in oldest)))
 
     @_sensible

@@ -34,6 +34,8 @@ _WORD_BYTES = 1 << 20
 """Longest string in a reply that is not a value."""
 _REPLY_BYTES = 64 << 20
 """Longest reply that is not a value: more cannot be an answer to anything that is asked here."""
+_ELEMENT_BYTES = 64
+"""What an element of an array takes here besides its own bytes: of empty ones a short reply has very many."""
 _DEPTH = 4
 """Arrays within arrays."""
 
@@ -232,7 +234,7 @@ class _Stream:
     def reply(self, depth: int = 0) -> Any:  # noqa: ANN401 - a command's reply
         """One reply, error replies as exceptions. Raises ``InvalidResponse`` for what no answer of a server to us is."""
         line = self._line()
-        self._read_bytes = len(line) + (self._read_bytes if depth else 0)
+        self._read_bytes = len(line) + (self._read_bytes + _ELEMENT_BYTES if depth else 0)
         kind, rest = line[:1], line[1:]
         if kind == b"-":
             return _error_of(rest)

@@ -22,7 +22,7 @@ from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.codec.seal import Sealer
 from kvtier.config import TierOptions
-from kvtier.errors import KvtierError, MediumError, MediumFull
+from kvtier.errors import KvtierError, MediumError, MediumFull, MediumRefused, MediumUnavailable
 from kvtier.key import Address, Lot
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
@@ -238,12 +238,12 @@ class LowerTier(ABC):
             self._lasting.remember(kind, digest, text)
             return True
 
-        return self._guarded("remember", keep, otherwise=False)
+        return self._guarded("remember", keep, otherwise=False, vital=False)
 
     def records(self, kind: str) -> dict[bytes, str]:
         """The medium's readable records of a kind, none where it cannot say."""
         nothing: dict[bytes, str] = {}
-        return self._guarded("records", lambda: self._lasting.records(kind), nothing)
+        return self._guarded("records", lambda: self._lasting.records(kind), nothing, vital=False)
 
     @abstractmethod
     def clear(self) -> bool:
@@ -322,7 +322,8 @@ class LowerTier(ABC):
         if due:
             _log.warning("%s: %s", self.name, text)
 
-    def _guarded(self, verb: str, act: Callable[[], T], otherwise: T) -> T:
+    def _guarded(self, verb: str, act: Callable[[], T], otherwise: T, *, vital: bool = True) -> T:
+        """``act``, or ``otherwise`` where it fails. What only explains blocks (not ``vital``) may fail in a tier that works."""
         if not self.usable:
             return otherwise
         try:
@@ -332,7 +333,10 @@ class LowerTier(ABC):
             self._complain(verb, f"{verb} failed: {full}")
         except KvtierError as failed:
             self.metrics.failed(verb)
-            self.degrade(str(failed))
+            if vital or isinstance(failed, (MediumUnavailable, MediumRefused)):
+                self.degrade(str(failed))
+            else:
+                self._complain(verb, f"{verb} failed: {failed}")
         except Exception as bug:  # noqa: BLE001 - a third party's medium may raise anything; the engine must not notice
             self.metrics.failed(verb)
             self.degrade(f"{type(bug).__name__}: {bug}")

@@ -11,6 +11,7 @@ import pytest
 from kvtier.abc.medium import MediumContext
 from kvtier.errors import MediumError, MediumRefused
 from kvtier.params import build_params
+from kvtier.storage_backends import redis_wire
 from kvtier.storage_backends.redis import RedisMedium
 from kvtier.testing.media import names, room
 from kvtier.url import TierUrl
@@ -47,6 +48,17 @@ def test_what_no_server_says_is_refused(tmp_path: Path, call: str, reply: bytes,
     with bounded(), pytest.raises(MediumError):
         CALLS[call](medium)
     assert time.monotonic() - began < 5
+    medium.close()
+    server.close()
+
+
+def test_elements_count_however_short_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_wire, "_REPLY_BYTES", 1 << 18)
+    server = HostileServer(tmp_path, b"*5000\r\n" + b"*0\r\n" * 5000, endless=False)
+    params = build_params(RedisMedium.Params, {"timeout": 0.25, "connections": 1}, "test")
+    medium = RedisMedium.open(TierUrl.parse(f"redis+unix://{server.path}"), params, MediumContext(300))
+    with pytest.raises(MediumRefused, match="not RESP"):
+        medium.raise_epochs({"a": 1}, {})
     medium.close()
     server.close()
 

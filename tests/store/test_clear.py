@@ -500,6 +500,22 @@ def test_a_generation_that_is_none_does_not_keep_redis_from_being_cleared(server
     theirs.close()
 
 
+def test_records_that_cannot_be_ours_do_not_keep_redis_from_its_work(server: ValkeyServer) -> None:
+    behind(server).hset("kvt:about:identity", mapping={f"{number}": "x" for number in range(3000)})
+    behind(server).set("kvt:about:scope", "a string")
+    bench = make_bench(shared=on(server))
+    (tier,) = bench.tiers
+    tier.greet(IDENTITY.digest(), "{}")
+    span = asked(bench, 1)
+    bench.save(span)
+    upkeep(bench)
+    assert tier.usable
+    assert bench.store.clear(Selection()).tiers[tier.name].trouble is None
+    assert tier.usable
+    assert behind(server).hget("kvt:clear", name_of(Selection())) == b"1"
+    bench.store.close()
+
+
 def test_the_last_generation_is_not_passed(server: ValkeyServer) -> None:
     bench = make_bench(shared=on(server))
     behind(server).hset("kvt:clear", "generation", (1 << 32) - 1)

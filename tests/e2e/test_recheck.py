@@ -51,7 +51,7 @@ class Pinned(random.Random):
         return min(max(self.index, start), stop - 1)
 
 
-class Rig:
+class Spoiler:
     """A house whose DRAM can be spoiled behind its sums, and whose rechecks fall where a test wants them."""
 
     def __init__(self, tiny: Tiny) -> None:
@@ -103,8 +103,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tiny: Tiny) -> Iterator[Rig]:
-    made = Rig(tiny)
+def spoiler(tiny: Tiny) -> Iterator[Spoiler]:
+    made = Spoiler(tiny)
     with made.house:
         yield made
 
@@ -142,7 +142,7 @@ def expect_right(served: Served, tiny: Tiny, number: int) -> None:
     ],
 )
 def test_a_wrong_block_is_caught_and_computed_over(
-    rig: Rig,
+    spoiler: Spoiler,
     tiny: Tiny,
     how: Callable[[np.ndarray], None],
     spoiled: int,
@@ -152,87 +152,87 @@ def test_a_wrong_block_is_caught_and_computed_over(
 ) -> None:
     """Whether the block itself is recomputed or one behind it; ``first`` is what is dropped, and all that follows it."""
     prompt = tiny.prompts[0]
-    span = rig.saved(prompt)
-    rig.spoil(span, spoiled, how)
-    rig.pin(chosen)
+    span = spoiler.saved(prompt)
+    spoiler.spoil(span, spoiled, how)
+    spoiler.pin(chosen)
     with caplog.at_level(logging.WARNING):
-        [served] = rig.house.serve([prompt], NEW_TOKENS)
+        [served] = spoiler.house.serve([prompt], NEW_TOKENS)
     expect_right(served, tiny, 0)
-    assert [each.name for each in caplog.records].count("kvtier.engine.recheck") == rig.counts()[1] == 1
+    assert [each.name for each in caplog.records].count("kvtier.engine.recheck") == spoiler.counts()[1] == 1
     loaded = (len(prompt) - 1) // BLOCK * BLOCK
     assert served.stats.failed_tokens == loaded
     assert served.stats.external_tokens == first * BLOCK, "what is before a block that is wrong for sure stays"
-    rig.house.expect_idle()
-    told = rig.house.store.explain("request 2")
+    spoiler.house.expect_idle()
+    told = spoiler.house.store.explain("request 2")
     assert told[first].found is Found.MISS
     assert told[first].reason is Reason.RECOMPUTED_DIFFERENTLY
-    rig.forget_hbm()
-    [again] = rig.house.serve([prompt], NEW_TOKENS)
+    spoiler.forget_hbm()
+    [again] = spoiler.house.serve([prompt], NEW_TOKENS)
     expect_right(again, tiny, 0)
     assert again.stats.external_tokens == loaded, "what was computed has been saved in its place"
-    assert rig.counts()[1] == 1
-    rig.house.expect_idle()
+    assert spoiler.counts()[1] == 1
+    spoiler.house.expect_idle()
 
 
-def test_the_same_bytes_change_the_answer_where_nothing_is_rechecked(rig: Rig, tiny: Tiny) -> None:
-    span = rig.saved(tiny.prompts[0])
-    rig.spoil(span, 0, flip)
-    rig.rechecker._share = 0.0
-    [served] = rig.house.serve([tiny.prompts[0]], NEW_TOKENS)
+def test_the_same_bytes_change_the_answer_where_nothing_is_rechecked(spoiler: Spoiler, tiny: Tiny) -> None:
+    span = spoiler.saved(tiny.prompts[0])
+    spoiler.spoil(span, 0, flip)
+    spoiler.rechecker._share = 0.0
+    [served] = spoiler.house.serve([tiny.prompts[0]], NEW_TOKENS)
     assert served.tokens != tiny.expected[0]
-    assert rig.house.count("sum_failures", "dram") == 0
-    assert rig.counts() == (0, 0)
+    assert spoiler.house.count("sum_failures", "dram") == 0
+    assert spoiler.counts() == (0, 0)
 
 
-def test_whoever_runs_on_a_wrong_block_computes_again(rig: Rig, tiny: Tiny) -> None:
+def test_whoever_runs_on_a_wrong_block_computes_again(spoiler: Spoiler, tiny: Tiny) -> None:
     """One request has loaded a wrong block unchecked and runs on; another finds it in HBM, and has its own load checked."""
     prompt = tiny.prompts[0]
     short = prompt[: 3 * BLOCK + 1]
-    rig.spoil(rig.saved(prompt), 1, flip)
-    rig.pin(4)
-    engine = rig.house.engine
+    spoiler.spoil(spoiler.saved(prompt), 1, flip)
+    spoiler.pin(4)
+    engine = spoiler.house.engine
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     running = engine.add_request(Request("running", short, sampling))
-    rig.rechecker._share = 0.0
+    spoiler.rechecker._share = 0.0
     while running.completion_tokens < 20:
         engine.step()
     assert running.external_tokens == 3 * BLOCK
-    rig.rechecker._share = 1.0
+    spoiler.rechecker._share = 1.0
     [checked] = engine.run([Request("checked", prompt, replace(sampling, max_tokens=NEW_TOKENS))])
     assert checked.tokens == tiny.expected[0]
     assert checked.stats.cached_tokens == 0
-    assert rig.counts() == (1, 1)
+    assert spoiler.counts() == (1, 1)
     assert running.recomputed_tokens >= 3 * BLOCK, "with what it had generated"
-    rig.house.expect_idle()
+    spoiler.house.expect_idle()
     for text in (prompt, short):
-        [again] = rig.house.serve([text], NEW_TOKENS)
+        [again] = spoiler.house.serve([text], NEW_TOKENS)
         with House((), without_cache(tiny.engine())) as alone:
             assert again.tokens == alone.serve([text], NEW_TOKENS)[0].tokens
         assert again.stats.hbm_tokens == (len(text) - 1) // BLOCK * BLOCK
-    rig.house.expect_idle()
+    spoiler.house.expect_idle()
 
 
-def test_two_loads_of_one_step_share_a_wrong_block(rig: Rig, tiny: Tiny) -> None:
+def test_two_loads_of_one_step_share_a_wrong_block(spoiler: Spoiler, tiny: Tiny) -> None:
     """Only one load a step is rechecked: the other one, which took the same bytes unchecked, is computed again as well."""
     prompt = tiny.prompts[0]
-    rig.spoil(rig.saved(prompt), 0, flip)
-    rig.pin(0)
-    rig.chance.draws = [0.0, 1.0]
-    rig.rechecker._share = 0.5
-    served = rig.house.serve([prompt, prompt], NEW_TOKENS)
+    spoiler.spoil(spoiler.saved(prompt), 0, flip)
+    spoiler.pin(0)
+    spoiler.chance.draws = [0.0, 1.0]
+    spoiler.rechecker._share = 0.5
+    served = spoiler.house.serve([prompt, prompt], NEW_TOKENS)
     for each in served:
         expect_right(each, tiny, 0)
         assert each.stats.failed_tokens == (len(prompt) - 1) // BLOCK * BLOCK
-    assert rig.counts() == (1, 1)
-    rig.house.expect_idle()
+    assert spoiler.counts() == (1, 1)
+    spoiler.house.expect_idle()
 
 
-def test_every_load_is_rechecked_one_a_step(rig: Rig, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_load_is_rechecked_one_a_step(spoiler: Spoiler, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight loads at once: all answers are right, and no step runs the model more than twice."""
-    house = rig.house
+    house = spoiler.house
     prompts = tiny.prompts[:8]
     house.serve(prompts, NEW_TOKENS)
-    rig.forget_hbm()
+    spoiler.forget_hbm()
     sizes: list[list[int]] = []
     forward, step = house.engine._model.forward, house.engine.step
 
@@ -253,7 +253,7 @@ def test_every_load_is_rechecked_one_a_step(rig: Rig, tiny: Tiny, monkeypatch: p
     rechecks = [each[1] for each in sizes if len(each) > 1]
     assert max(map(len, sizes)) == 2
     assert rechecks == [BLOCK] * 8
-    assert rig.counts() == (8, 0)
+    assert spoiler.counts() == (8, 0)
     house.expect_idle()
 
 

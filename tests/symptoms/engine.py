@@ -32,7 +32,7 @@ def connected(
     return make_engine(blocks, connector=connector, tokens=tokens, sequences=sequences), connector
 
 
-class Rig:
+class TurnedEngine:
     """An engine over a store whose copies and time a test turns by hand. Loads that a step waits for run at once."""
 
     def __init__(

@@ -19,7 +19,7 @@ from kvtier.storage_backends.memory import MemoryMedium
 from tests.engine.support import BLOCK, expected, greedy, prompt
 from tests.support import until
 
-from .engine import IDENTITY, Rig, connected
+from .engine import IDENTITY, TurnedEngine, connected
 from .support import Tiers, dram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,40 +48,40 @@ def test_a_client_that_goes_takes_nothing_along(after: int, caplog: pytest.LogCa
     """Queued, waiting for blocks, filling, decoding, preempted, saving, finished; copies end in any order, also much later."""
     rng = random.Random(after)
     shared = MemoryMedium()
-    rig = Rig(shared=shared, blocks=26, tokens=20, sequences=3)
+    turned = TurnedEngine(shared=shared, blocks=26, tokens=20, sequences=3)
     requests = [greedy(f"r{number}", prompt(number, 26), tokens=12) for number in range(3)]
     want = alone(requests)
-    assert rig.serve(requests) == want
-    rig.forget_hbm()
-    rig.bench.empty_dram()
-    rig.ended.clear()
+    assert turned.serve(requests) == want
+    turned.forget_hbm()
+    turned.bench.empty_dram()
+    turned.ended.clear()
     victim = greedy("victim", prompt(0, 20) + prompt(8, 14), tokens=12)
     again = renamed(requests, 1)
     got: dict[str, tuple[int, ...]] = {each.id: () for each in again}
     for request in (again[0], victim, *again[1:]):
-        rig.engine.add_request(request)
+        turned.engine.add_request(request)
     steps = 0
 
     def some() -> None:
         for _ in range(rng.randrange(3)):
-            rig.bench.hand.run_one(rng.randrange)
+            turned.bench.hand.run_one(rng.randrange)
 
-    while rig.engine.open_requests:
+    while turned.engine.open_requests:
         if steps == after:
-            rig.engine.abort("victim")
-            rig.engine.abort("nobody")
-        for output in rig.engine.step():
+            turned.engine.abort("victim")
+            turned.engine.abort("nobody")
+        for output in turned.engine.step():
             if output.request_id in got:
                 got[output.request_id] += output.tokens
         some()
-        assert rig.engine.check_integrity() == []
-        assert rig.store.check_integrity() == []
+        assert turned.engine.check_integrity() == []
+        assert turned.store.check_integrity() == []
         steps += 1
         assert steps < 2000
     assert list(got.values()) == want
-    rig.expect_idle()
+    turned.expect_idle()
     assert "not under way" not in caplog.text, "no copy was reported twice"
-    assert rig.bench.arena.pool.referenced == 0
+    assert turned.bench.arena.pool.referenced == 0
 
 
 # -- tiers that are full or broken
@@ -191,50 +191,50 @@ def test_a_medium_whose_every_call_goes_wrong_costs_only_its_hits(how: str, monk
 def test_a_load_that_is_never_answered_costs_its_deadline_and_no_more() -> None:
     """One read goes into a black hole; the same blocks are wanted by a second request, and come after all, too late."""
     shared = MemoryMedium()
-    rig = Rig(shared=shared)
+    turned = TurnedEngine(shared=shared)
     ids = prompt(1, 6 * BLOCK + 1)
     (want,) = alone([greedy("a", ids)])
-    assert rig.serve([greedy("a", ids)]) == [want]
-    rig.forget_hbm()
-    rig.bench.empty_dram()
-    rig.bench.hand.stall(1)
+    assert turned.serve([greedy("a", ids)]) == [want]
+    turned.forget_hbm()
+    turned.bench.empty_dram()
+    turned.bench.hand.stall(1)
     for name in ("first", "second"):
-        rig.engine.add_request(greedy(name, ids))
+        turned.engine.add_request(greedy(name, ids))
     for _ in range(5):
-        assert rig.engine.step() == [], "both wait"
-        rig.bench.turn()
-    rig.bench.clock.advance(2.1)
+        assert turned.engine.step() == [], "both wait"
+        turned.bench.turn()
+    turned.bench.clock.advance(2.1)
     got: dict[str, tuple[int, ...]] = {"first": (), "second": ()}
-    for output in rig.run(rig.bench.turn):
+    for output in turned.run(turned.bench.turn):
         got[output.request_id] += output.tokens
     assert got == {"first": want, "second": want}
-    assert rig.bench.store.stats()["matches"] == 0
-    rig.bench.hand.release()
-    rig.expect_idle()
-    rig.forget_hbm()
-    assert rig.serve([greedy("later", ids)]) == [want]
-    assert rig.loads, "the late answer has been kept, or the blocks were saved again"
-    rig.expect_idle()
+    assert turned.bench.store.stats()["matches"] == 0
+    turned.bench.hand.release()
+    turned.expect_idle()
+    turned.forget_hbm()
+    assert turned.serve([greedy("later", ids)]) == [want]
+    assert turned.loads, "the late answer has been kept, or the blocks were saved again"
+    turned.expect_idle()
 
 
 def test_a_store_that_never_ends_holds_up_nobody_who_wants_its_blocks() -> None:
     """The copy of the first request is stuck; a second one with the same prompt computes at once, and the copy still lands."""
-    rig = Rig()
+    turned = TurnedEngine()
     ids = prompt(1, 6 * BLOCK + 1)
     (want,) = alone([greedy("a", ids)])
-    rig.bench.hand.stall(0)
-    assert rig.serve([greedy("a", ids)], between=lambda: None) == [want]
-    saving = rig.store.stats()["saving"]
+    turned.bench.hand.stall(0)
+    assert turned.serve([greedy("a", ids)], between=lambda: None) == [want]
+    saving = turned.store.stats()["saving"]
     assert saving == (len(ids) + len(want) - 1) // BLOCK
-    rig.engine.reset_prefix_cache()
-    assert rig.serve([greedy("b", ids)], between=lambda: None) == [want]
-    assert rig.store.stats()["saving"] == saving, "nothing is saved twice"
-    rig.bench.hand.release()
-    rig.expect_idle()
-    rig.forget_hbm()
-    assert rig.serve([greedy("c", ids)]) == [want]
-    assert rig.loads
-    rig.expect_idle()
+    turned.engine.reset_prefix_cache()
+    assert turned.serve([greedy("b", ids)], between=lambda: None) == [want]
+    assert turned.store.stats()["saving"] == saving, "nothing is saved twice"
+    turned.bench.hand.release()
+    turned.expect_idle()
+    turned.forget_hbm()
+    assert turned.serve([greedy("c", ids)]) == [want]
+    assert turned.loads
+    turned.expect_idle()
 
 
 def test_silence_below_is_bounded_in_real_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kvtier.engine.request import Request
 from kvtier.storage_backends.memory import MemoryMedium
 from tests.engine.support import BLOCK, expected, greedy, prompt
 
-from .engine import BLOCK_BYTES, GEOMETRY, Rig
+from .engine import BLOCK_BYTES, GEOMETRY, TurnedEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,9 +26,9 @@ def alone(*requests: Request) -> list[tuple[int, ...]]:
     return [continuations[0] for continuations in expected(requests).values()]
 
 
-def hbm_bytes(rig: Rig) -> np.ndarray:
+def hbm_bytes(turned: TurnedEngine) -> np.ndarray:
     """The engine's blocks as bytes, ``[slot, byte]``, not a copy."""
-    return rig.engine._kv.view(rig.engine.pool.capacity, -1).view(torch.uint8).numpy()
+    return turned.engine._kv.view(turned.engine.pool.capacity, -1).view(torch.uint8).numpy()
 
 
 # -- loads that fail
@@ -39,39 +39,39 @@ def hbm_bytes(rig: Rig) -> np.ndarray:
 def test_a_failed_load_is_computed_and_never_served(when: str, position: int) -> None:
     """One of six blocks rots: below DRAM, where the match notices, or in DRAM, where only the copy into HBM does."""
     shared = MemoryMedium()
-    rig = Rig(shared=shared)
+    turned = TurnedEngine(shared=shared)
     ids = prompt(1, 6 * BLOCK + 1)
     want = alone(greedy("a", ids))
-    assert rig.serve([greedy("a", ids)]) == want
-    rig.forget_hbm()
-    rot(rig, shared if when == "found" else None, ids, position)
+    assert turned.serve([greedy("a", ids)]) == want
+    turned.forget_hbm()
+    rot(turned, shared if when == "found" else None, ids, position)
     again = greedy("b", ids)
-    stats = rig.engine.add_request(again)
-    outputs = rig.run()
+    stats = turned.engine.add_request(again)
+    outputs = turned.run()
     assert [tuple(token for output in outputs for token in output.tokens)] == want
     assert stats.external_tokens == position * BLOCK, "exactly what is before it has arrived"
     assert stats.failed_tokens == ((6 - position) * BLOCK if when == "copied" else 0)
     assert stats.external_tokens + stats.computed_tokens == stats.prompt_tokens
-    rig.forget_hbm()
-    healed = rig.engine.add_request(greedy("c", ids))
-    outputs = rig.run()
+    turned.forget_hbm()
+    healed = turned.engine.add_request(greedy("c", ids))
+    outputs = turned.run()
     assert [tuple(token for output in outputs for token in output.tokens)] == want
     assert healed.external_tokens == 6 * BLOCK, "what was computed instead has been saved again"
-    rig.expect_idle()
+    turned.expect_idle()
 
 
-def rot(rig: Rig, shared: MemoryMedium | None, ids: tuple[int, ...], position: int) -> None:
+def rot(turned: TurnedEngine, shared: MemoryMedium | None, ids: tuple[int, ...], position: int) -> None:
     """Flip a bit of the exponent of a key in one block: in ``shared``, DRAM being empty, or in DRAM."""
-    name = rig.addresses(ids)[position]
+    name = turned.addresses(ids)[position]
     if shared is not None:
-        rig.bench.empty_dram()
+        turned.bench.empty_dram()
         value = bytearray(shared.values[name])
         value[-1] ^= 0x40
         shared.values[name] = bytes(value)
         return
-    slot = rig.bench.arena.pool.slot(name)
+    slot = turned.bench.arena.pool.slot(name)
     assert slot is not None
-    view = rig.bench.arena.medium.view(slot)
+    view = turned.bench.arena.medium.view(slot)
     assert view is not None
     view[BLOCK_BYTES - 1] ^= 0x40
 
@@ -83,32 +83,32 @@ def test_a_preempted_request_saves_its_own_bytes_or_nothing() -> None:
     """No copy has run when it loses its slots; whatever then may be reused is overwritten; the copies run after that."""
     requests = [greedy(f"r{number}", prompt(number, 24), tokens=20) for number in range(4)]
     want = alone(*requests)
-    rig = Rig(blocks=24, sequences=4)
+    turned = TurnedEngine(blocks=24, sequences=4)
     overwritten = 0
 
     def between() -> None:
         nonlocal overwritten
-        if any(each.group.stats.preemptions for each in rig.engine.sequences()) or overwritten:
-            rig.engine.reset_prefix_cache()
-            free = np.flatnonzero([rig.engine.pool.references(slot) == 0 for slot in range(24)])  # type: ignore[arg-type]
-            hbm_bytes(rig)[free] = SENTINEL
+        if any(each.group.stats.preemptions for each in turned.engine.sequences()) or overwritten:
+            turned.engine.reset_prefix_cache()
+            free = np.flatnonzero([turned.engine.pool.references(slot) == 0 for slot in range(24)])  # type: ignore[arg-type]
+            hbm_bytes(turned)[free] = SENTINEL
             overwritten += len(free)
-            rig.bench.turn()
+            turned.bench.turn()
 
-    assert rig.serve(requests, between) == want
+    assert turned.serve(requests, between) == want
     assert overwritten > 0, "somebody lost slots, and they were reused"
-    rig.settle()
-    arena = rig.bench.arena
+    turned.settle()
+    arena = turned.bench.arena
     saved = [arena.pool.slot(entry) for entry in arena.pool.entries()]
     assert len(saved) > 10
     for slot in saved:
         assert slot is not None
         assert bytes(arena.view(slot)[:BLOCK_BYTES]) != bytes([SENTINEL]) * BLOCK_BYTES
-    rig.forget_hbm()
+    turned.forget_hbm()
     again = [greedy(f"again {each.id}", each.prompt, tokens=20) for each in requests]
-    assert rig.serve(again) == want
-    assert rig.loads, "and it is what was saved that gave them"
-    rig.expect_idle()
+    assert turned.serve(again) == want
+    assert turned.loads, "and it is what was saved that gave them"
+    turned.expect_idle()
 
 
 # -- what the engine has, and what the store has
@@ -119,89 +119,89 @@ def test_a_load_touches_nothing_that_the_engine_has() -> None:
     ids = prompt(1, 2 * BLOCK + 3)
     want = alone(greedy("a", ids, tokens=3))
     for in_hbm, stored in product(range(2 * BLOCK + 1), repeat=2):
-        rig = Rig()
+        turned = TurnedEngine()
         if stored:
-            rig.serve([greedy("stores", ids[:stored], tokens=1)])
-            rig.forget_hbm()
+            turned.serve([greedy("stores", ids[:stored], tokens=1)])
+            turned.forget_hbm()
         if in_hbm:
-            rig.serve([greedy("fills", ids[:in_hbm], tokens=1)], between=lambda: None)
-        held = [slot for slot in map(rig.engine.pool.slot, rig.addresses(ids)) if slot is not None]
+            turned.serve([greedy("fills", ids[:in_hbm], tokens=1)], between=lambda: None)
+        held = [slot for slot in map(turned.engine.pool.slot, turned.addresses(ids)) if slot is not None]
         assert len(held) == in_hbm // BLOCK
-        before = hbm_bytes(rig)[held].copy()
-        rig.loads.clear()
-        stats = rig.engine.add_request(greedy("a", ids, tokens=3))
-        outputs = rig.run()
+        before = hbm_bytes(turned)[held].copy()
+        turned.loads.clear()
+        stats = turned.engine.add_request(greedy("a", ids, tokens=3))
+        outputs = turned.run()
         case = f"{in_hbm} tokens in HBM, {stored} in the store"
         assert [tuple(token for output in outputs for token in output.tokens)] == want, case
-        assert np.array_equal(hbm_bytes(rig)[held], before), case
-        loaded = [slot for load in rig.loads for slot in load.slots]
+        assert np.array_equal(hbm_bytes(turned)[held], before), case
+        loaded = [slot for load in turned.loads for slot in load.slots]
         assert not set(loaded) & set(held), case
         assert stats.hbm_tokens == len(held) * BLOCK, case
         assert stats.external_tokens == len(loaded) * BLOCK == max(0, stored // BLOCK - len(held)) * BLOCK, case
         assert stats.computed_tokens == len(ids) - stats.hbm_tokens - stats.external_tokens, case
-        rig.expect_idle()
+        turned.expect_idle()
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("where", ["hbm", "store"])
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(where: str, blocks: int) -> None:
-    rig = Rig()
+    turned = TurnedEngine()
     ids = prompt(1, blocks * BLOCK)
     want = alone(greedy("a", ids))
-    assert rig.serve([greedy("a", ids)]) == want
+    assert turned.serve([greedy("a", ids)]) == want
     if where == "store":
-        rig.forget_hbm()
-        assert rig.bench.arena.pool.slot(rig.addresses(ids)[-1]) is not None, "all of it is there"
-    stats = rig.engine.add_request(greedy("b", ids))
-    outputs = rig.run()
+        turned.forget_hbm()
+        assert turned.bench.arena.pool.slot(turned.addresses(ids)[-1]) is not None, "all of it is there"
+    stats = turned.engine.add_request(greedy("b", ids))
+    outputs = turned.run()
     assert [tuple(token for output in outputs for token in output.tokens)] == want
     assert stats.cached_tokens == (blocks - 1) * BLOCK
     assert stats.computed_tokens == BLOCK
-    rig.expect_idle()
+    turned.expect_idle()
 
 
 def test_a_prompt_of_one_token_is_served() -> None:
-    rig = Rig()
+    turned = TurnedEngine()
     want = alone(greedy("a", (7,)))
-    assert rig.serve([greedy("a", (7,))]) == want
-    rig.forget_hbm()
-    assert rig.serve([greedy("b", (7,))]) == want
-    rig.expect_idle()
+    assert turned.serve([greedy("a", (7,))]) == want
+    turned.forget_hbm()
+    assert turned.serve([greedy("b", (7,))]) == want
+    turned.expect_idle()
 
 
 def test_salts_of_requests_reach_the_store() -> None:
     """The engine's own cache honours the salt, and so does everything below it."""
-    rig = Rig()
+    turned = TurnedEngine()
     ids = prompt(1, 4 * BLOCK + 1)
-    rig.serve([greedy("stores", ids, salt="x")])
-    rig.forget_hbm()
+    turned.serve([greedy("stores", ids, salt="x")])
+    turned.forget_hbm()
     scopes: dict[str, dict[str, Any]] = {
         "other": {"salt": "y"}, "empty": {"salt": ""}, "none": {}, "tenant": {"tenant": b"t"},
     }  # fmt: skip
     for name, scope in scopes.items():
-        stats = rig.engine.add_request(greedy(name, ids, **scope))
-        rig.run()
+        stats = turned.engine.add_request(greedy(name, ids, **scope))
+        turned.run()
         assert stats.cached_tokens == 0, name
-    rig.forget_hbm()
-    stats = rig.engine.add_request(greedy("same", ids, salt="x"))
-    rig.run()
+    turned.forget_hbm()
+    stats = turned.engine.add_request(greedy("same", ids, salt="x"))
+    turned.run()
     assert stats.external_tokens == 4 * BLOCK
 
 
 def test_an_engine_with_another_layout_than_the_store_is_left_uncached(caplog: pytest.LogCaptureFixture) -> None:
     """As after an upgrade that packs blocks in another way: one clear line, and tokens that are right."""
     other = replace(GEOMETRY, block_bytes=2 * BLOCK_BYTES)
-    rig = Rig(geometry=other)
+    turned = TurnedEngine(geometry=other)
     request = greedy("a", prompt(1, 4 * BLOCK + 1))
     want = alone(request)
     for round_ in range(2):
-        assert rig.serve([replace(request, id=f"round {round_}")]) == want
-        rig.bench.turn()
-        rig.engine.reset_prefix_cache()
-    assert rig.bench.arena.pool.ready == 0
-    assert not rig.loads
+        assert turned.serve([replace(request, id=f"round {round_}")]) == want
+        turned.bench.turn()
+        turned.engine.reset_prefix_cache()
+    assert turned.bench.arena.pool.ready == 0
+    assert not turned.loads
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "going on without the tiers below HBM" in line.getMessage()
-    assert rig.engine.cache_fault is not None
-    assert f"{BLOCK_BYTES} bytes" in rig.engine.cache_fault
-    assert "another layout" in rig.engine.cache_fault
+    assert turned.engine.cache_fault is not None
+    assert f"{BLOCK_BYTES} bytes" in turned.engine.cache_fault
+    assert "another layout" in turned.engine.cache_fault

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,21 @@ def test_epochs_that_cannot_be_read_stop_the_tier_and_are_not_taken_for_none(tmp
     (tmp_path / "epochs.json").write_text(text)
     with pytest.raises(MediumError, match="what was cleared is not known"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("slot", [1 << 32, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize("block", [BLOCK, 50_000], ids=["this size", "another size"])
+def test_a_slot_that_no_file_has_is_no_row_of_ours(tmp_path: Path, slot: int, block: int) -> None:
+    medium = opened(tmp_path, block=block)
+    demoted(medium, Batch(3, block), [0, 1, 2])
+    medium.close()
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as database, database:
+        database.execute("UPDATE block SET slot = ? WHERE slot = 2", (slot,))
+    again = opened(tmp_path)
+    assert [row.slot for row in again.journal.load()] == ([0, 1, 2] if block == BLOCK else [])
+    again._make_room(again._budget)  # others give all of theirs back
+    assert not again._others
+    again.close()
 
 
 def test_blocks_of_other_sizes_are_given_back_when_all_is_cleared(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ _TABLES = """
 _NOT_OURS = {
     "block": """
         typeof(stride) != 'integer' OR typeof(slot) != 'integer' OR slot NOT BETWEEN 0 AND 4294967295 OR
-        typeof(address) != 'blob' OR length(address) != 40 OR typeof(parent) != 'blob' OR length(parent) != 40 OR typeof(depth) != 'integer' OR
+        typeof(address) != 'blob' OR length(address) != 40 OR
+        typeof(parent) != 'blob' OR length(parent) != 40 OR typeof(depth) != 'integer' OR
         depth NOT BETWEEN 0 AND 4294967295 OR typeof(used) != 'real' OR typeof(expires_at) NOT IN ('real', 'null') OR
         typeof(origin) != 'integer' OR origin NOT IN (SELECT id FROM origin)
     """,

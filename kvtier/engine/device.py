@@ -21,6 +21,8 @@ _KERNELS = {
 """Modules of kernels that run on a GPU only, by the package that each needs."""
 _CPU = torch.device("cpu")
 _TORCH = cast("AttentionBackend", attention)
+_PACKAGES = {"triton": "triton", "flashinfer": "flashinfer-python"}
+"""What pip calls what each of them needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ def place(device: torch.device, kernels: str, dtype: str, kv_dtype: torch.dtype)
     elif not on_gpu:
         raise ConfigError(f"attention {kernels!r} runs on a GPU; on a CPU it is torch")
     elif find_spec(kernels) is None:
-        raise ConfigError(f"attention {kernels!r} needs the package {kernels}, which is not installed")
+        raise ConfigError(
+            f"attention {kernels!r} needs a package that is not installed; run: pip install {_PACKAGES[kernels]}"
+        )
     elif kernels == "flashinfer" and kv_dtype is torch.float32:
         raise ConfigError(
             "attention 'flashinfer' takes no fp32 keys and values; choose kv_dtype bf16 or fp16, or triton"

@@ -160,7 +160,8 @@ class Store(ABC):
     """Tiers that keep blocks and give them back. Thread-safe; no verb waits for I/O, and none raises for the cache's faults."""
 
     block_bytes: int
-    """Bytes of one block. An engine whose slots have another size keeps something else than this store does."""
+    """Bytes of one block in the engine, before any codec. An engine whose slots have another size keeps something else than
+    this store does."""
 
     @abstractmethod
     def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:

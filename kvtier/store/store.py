@@ -95,7 +95,7 @@ class TieredStore(Store):
         """
         self._copier = copier
         self.geometry = geometry
-        self.block_bytes = geometry.block_bytes
+        self.block_bytes = geometry.block_bytes if geometry.codec is None else geometry.codec.block_bytes
         self._arena = arena
         self._dram = dram
         self._tiers = tuple(tiers)

@@ -13,6 +13,7 @@ from kvtier.abc.store import Match, Reason, SlotRange
 from kvtier.codec.catalogue import keeping, lossy_codec
 from kvtier.codec.frame import HEADER_BYTES, ByteArray, FrameHeader, content_sum
 from kvtier.config import StoreCodec, StoreSettings
+from kvtier.connectors.bundled import BundledWorker
 from kvtier.errors import ConfigError
 from kvtier.key import Span
 from kvtier.metrics import Metrics
@@ -119,6 +120,15 @@ def test_what_stands_on_disk_is_encoded_and_half_as_long(codec: StoreCodec, tmp_
     header = FrameHeader.parse(whole[:HEADER_BYTES])
     assert (header.codec, header.raw_bytes, header.payload_bytes) == (0, size, size)
     assert header.content == content_sum(whole[4096 : 4096 + size]), "content is over what is kept"
+
+
+@pytest.mark.parametrize("codec", list(StoreCodec))
+def test_an_engine_registers_the_blocks_that_it_has_and_not_those_that_are_kept(codec: StoreCodec) -> None:
+    store = opened(codec)
+    BundledWorker(store).register_kv_caches(EngineMemory(1, LAYOUT.block_bytes))
+    with pytest.raises(ValueError, match="another layout"):
+        BundledWorker(store).register_kv_caches(EngineMemory(1, LAYOUT.block_bytes // 2))
+    store.close()
 
 
 def test_another_codec_s_blocks_never_match(tmp_path: Path) -> None:

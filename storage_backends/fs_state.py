@@ -26,6 +26,8 @@ RECORDS = "records"
 _GENERATION = re.compile(r"generation\.(\d{1,18})", re.ASCII)
 _EPOCH = re.compile(r"epoch\.([0-9a-f]{32})\.(\d{1,18})", re.ASCII)
 _RECORD = re.compile(r"(?:[0-9a-f]{2}){1,100}", re.ASCII)
+_MOST = (1 << 32) - 1
+"""Highest generation and epoch: a file that says more is none of ours, and passed by."""
 _ONE_CALL = 128
 """Names that one ``getdents`` lists for sure: under the folder's lock, and so as of one moment."""
 _LISTINGS = 8
@@ -60,9 +62,9 @@ class FolderState:
     def look(self) -> Seen:
         generation, epochs = 0, dict[str, int]()
         for name in self._listed():
-            if found := _EPOCH.fullmatch(name):
+            if (found := _EPOCH.fullmatch(name)) and int(found[2]) <= _MOST:
                 epochs[found[1]] = max(int(found[2]), epochs.get(found[1], 0))
-            elif found := _GENERATION.fullmatch(name):
+            elif (found := _GENERATION.fullmatch(name)) and int(found[1]) <= _MOST:
                 generation = max(int(found[1]), generation)
         return Seen(generation, epochs)
 
@@ -79,8 +81,10 @@ class FolderState:
     def clear(self) -> int:
         """Begin the next generation; which it is."""
         generation = self.look().generation + 1
-        while not self.begin(generation):  # another host has cleared meanwhile
+        while generation <= _MOST and not self.begin(generation):  # another host has cleared meanwhile
             generation += 1
+        if generation > _MOST:
+            raise OSError(None, "no generation is left: all 2^32 are used")
         return generation
 
     def begin(self, generation: int) -> bool:

@@ -18,7 +18,7 @@ import pytest
 from kvtier.abc.medium import MediumContext, Outcome, Status
 from kvtier.cli.main import main
 from kvtier.config import StoreSettings
-from kvtier.errors import ConfigError, MediumFull, MediumUnavailable
+from kvtier.errors import ConfigError, MediumError, MediumFull, MediumUnavailable
 from kvtier.key import Address, Span, address
 from kvtier.metrics import Metrics
 from kvtier.quantity import Bytes, Seconds
@@ -570,6 +570,39 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     medium.touch([two])
     medium.delete([two])
     assert [path.name for path in (tmp_path / "elsewhere").rglob("*.0")] == [f"{text}.0"]
+    medium.close()
+
+
+@pytest.mark.parametrize("number", [1 << 32, 10**18 - 1])
+def test_files_of_numbers_that_cannot_be_ours_are_passed_by(tmp_path: Path, number: int) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    (wanted,) = names(1)
+    assert one.write([wanted], [[payload(1, 300)]])[0].done
+    one.raise_epochs({"a": 3}, {})
+    (mine,) = (tmp_path / "state").glob("epoch.*.3")
+    mine.with_suffix(f".{number}").write_bytes(b"a")
+    (tmp_path / "state" / f"generation.{number}").touch()
+    assert one.epochs() == {"a": 3}
+    other.raise_epochs({"a": 4}, {})
+    assert one.epochs() == {"a": 4}
+    assert one.probe([wanted]) == 1
+    one.clear()
+    late = opened(tmp_path)
+    assert [medium.probe([wanted]) for medium in (one, other, late)] == [0, 0, 0]
+    assert one.generation == other.generation == late.generation == 1
+    for medium in (one, other, late):
+        medium.close()
+
+
+def test_the_last_generation_of_a_folder_is_not_passed(tmp_path: Path) -> None:
+    medium = opened(tmp_path)
+    medium.clear()
+    last = tmp_path / "state" / f"generation.{(1 << 32) - 1}"
+    last.touch()
+    with pytest.raises(MediumError, match="no generation is left"):
+        medium.clear()
+    assert last.exists()
+    assert not list(last.parent.glob(f"generation.{1 << 32}"))
     medium.close()
 
 

@@ -103,7 +103,7 @@ def test_what_config_prints_is_a_file_with_the_same_settings(
 
 
 def test_config_masks_secrets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_of("config", "--tier", "redis://user:hunter2@localhost:6379/0") == 0
+    assert exit_of("config", "--tier", "dram://?capacity=64MiB", "--tier", "redis://user:hunter2@localhost:6379/0") == 0
     assert "redis://user:***@localhost:6379/0" in capsys.readouterr().out
 
 
@@ -209,3 +209,21 @@ def test_a_reader_that_has_gone_ends_it_quietly() -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert piped.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["config", "doctor"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [("codec=lz9", "unknown codec 'lz9'"), ("policy=fifi", "unknown policy 'fifi'"), ("encrypt={key}", "chmod 600")],
+)
+def test_what_a_url_alone_gives_away_is_refused_before_anything_is_opened(
+    command: str, options: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o644)
+    folder = tmp_path / "nvme"
+    tiers = ("dram://?capacity=16MiB", f"nvme://{folder}?capacity=64MiB&{options.format(key=key)}")
+    assert cli.main([command, *(f"--tier={tier}" for tier in tiers)]) == 2
+    assert says in capsys.readouterr().err
+    assert not folder.exists()

@@ -82,7 +82,9 @@ def test_an_unknown_scheme_lists_what_is_installed_and_how_to_install() -> None:
     with pytest.raises(ConfigError) as refused:
         plan_tier(TierUrl.parse("s3://bucket"))
     message = str(refused.value)
-    assert message.startswith("unknown tier scheme 's3'; installed: dram, fs, hbm, memory, nvme, redis, redis+unix, rediss")
+    assert message.startswith(
+        "unknown tier scheme 's3'; installed: dram, fs, hbm, memory, nvme, redis, redis+unix, rediss"
+    )
     assert "pip install" in message
 
 

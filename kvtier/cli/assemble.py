@@ -29,10 +29,10 @@ from kvtier.key import Identity
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
-from kvtier.registry import connector_class
+from kvtier.registry import connector_class, plan_tier
 from kvtier.storage_backends import cuda_copy
 from kvtier.storage_backends.hbm import HbmMedium
-from kvtier.store.open import open_store
+from kvtier.store.open import check_tiers, open_store
 from kvtier.store.store import TieredStore
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ def assemble(
 
     ``require_all``: a tier that does not answer is an error, not a degraded tier. ``around``: as in `open_store`.
     """
+    if settings.tiers:  # before the model is loaded, which takes longest
+        check_tiers([plan_tier(url) for url in settings.tiers])
     metrics = Metrics()
     opened: list[TieredStore] = []
 

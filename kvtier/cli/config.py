@@ -9,6 +9,7 @@ import json
 from kvtier.config import add_arguments as add_settings
 from kvtier.config import resolve
 from kvtier.registry import plan_tier
+from kvtier.store.open import check_tiers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +30,8 @@ def _literal(value: object) -> str:
 
 def run(args: argparse.Namespace) -> int:
     effective = resolve(vars(args))
-    for url in effective.settings.tiers:
-        plan_tier(url)
+    if effective.settings.tiers:
+        check_tiers([plan_tier(url) for url in effective.settings.tiers])
     section = ""
     for dotted, value, source in effective.rows():
         table, _, name = dotted.rpartition(".")

@@ -17,6 +17,7 @@ from kvtier.config import resolve
 from kvtier.errors import ConfigError
 from kvtier.registry import plan_tier
 from kvtier.store.audit import Audited, audit_tier
+from kvtier.store.open import check_tier
 
 CLEAN, FOUND = 0, 1
 UNFINISHED = "the audit did not come to its end"
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--fix mends tiers at rest: stop the server and leave --url and --uds out")
         return _asked(args)
     plans = [plan_tier(url) for url in resolve(vars(args)).settings.tiers]
+    for plan in plans:
+        check_tier(plan)
     audits = []
     for plan in plans:
         with _shown_progress(str(plan.url).partition("?")[0]) as progress:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
 from kvtier.abc.policy import EvictionPolicy
 from kvtier.codec.catalogue import codec_named, keeping, lossy_codec
+from kvtier.codec.seal import Sealer
 from kvtier.config import StoreSettings, WriteMode
 from kvtier.cost import Gate, OpenGate
 from kvtier.errors import ConfigError, MediumUnavailable
@@ -57,7 +58,7 @@ def open_store(
     opened before an error is closed again.
     """
     plans = [plan_tier(url) for url in tiers]
-    _check(plans)
+    check_tiers(plans)
     layout = identity.layout.shard(shard.tp_size, shard.group)
     codec = lossy_codec(settings.codec.value, layout, identity.engine_format)
     if identity != keeping(identity, settings.codec.value):
@@ -142,7 +143,8 @@ def open_at_rest(tiers: Sequence[TierUrl], advice: str) -> TieredStore:
     )
 
 
-def _check(plans: Sequence[TierPlan]) -> None:
+def check_tiers(plans: Sequence[TierPlan]) -> None:
+    """Refuse what can be told from the URLs and key files alone, before anything is opened. Raises ``ConfigError``."""
     schemes = [plan.url.scheme for plan in plans]
     if not plans or schemes[0] != DRAM or DRAM in schemes[1:]:
         named = ", ".join(f"{scheme}://" for scheme in schemes) or "none"
@@ -151,21 +153,31 @@ def _check(plans: Sequence[TierPlan]) -> None:
         )
     if plans[0].options.write is not WriteMode.THROUGH:
         raise ConfigError(f"{plans[0].url}: write: dram is offered every block, so only through is possible")
-    for plan in plans:
-        try:
-            codec_named(plan.options.codec)
-        except ConfigError as wrong:
-            raise ConfigError(f"{plan.url}: codec: {wrong}") from None
-        if plan.options.policy not in _POLICIES:
-            known = ", ".join(_POLICIES)
-            raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: {known}")
     if plans[0].options.encrypt is not None:
         raise ConfigError(
             f"{plans[0].url}: encrypt: dram is this process's own memory, where blocks are in use; "
             f"only tiers below it can be encrypted"
         )
+    for plan in plans:
+        check_tier(plan)
     if plans[0].options.codec != "raw":
         raise ConfigError(f"{plans[0].url}: codec: dram keeps blocks as they are; only raw is possible")
+
+
+def check_tier(plan: TierPlan) -> None:
+    """The part of `check_tiers` that concerns one tier alone: codec, policy and key file. Raises ``ConfigError``."""
+    try:
+        codec_named(plan.options.codec)
+    except ConfigError as wrong:
+        raise ConfigError(f"{plan.url}: codec: {wrong}") from None
+    if plan.options.policy not in _POLICIES:
+        known = ", ".join(_POLICIES)
+        raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: {known}")
+    if plan.options.encrypt is not None:
+        try:
+            Sealer.from_file(plan.options.encrypt)
+        except ConfigError as wrong:
+            raise ConfigError(f"{plan.url}: {wrong}") from None
 
 
 def _names(plans: Sequence[TierPlan]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -36,6 +37,14 @@ def seed() -> int:
     random.seed(SEED)
     np.random.seed(SEED)  # noqa: NPY002 - libraries under test may draw from the global state
     return SEED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compute_threads() -> Iterator[None]:
+    """An engine that a module opens sets the process's compute threads; the next module gets all of them again."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(scope="module")

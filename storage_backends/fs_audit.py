@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from kvtier.abc.audit import Auditor, FaultKind, Finding, Progress
-from kvtier.codec.audit import Flaw, payload_flaw, read_header
+from kvtier.codec.audit import Flaw, payload_flaw, read_value
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
 from kvtier.errors import ConfigError
-from kvtier.key import address
 from kvtier.storage_backends.fs_files import GONE, TEMPORARY, open_to_read, remove
 from kvtier.storage_backends.fs_space import NAME, leaves_below
 from kvtier.storage_backends.fs_state import FolderState
@@ -77,14 +76,10 @@ class FolderAuditor(Auditor):
             value = memoryview(os.pread(descriptor, status.st_size, 0))
         finally:
             os.close(descriptor)
-        header = read_header(value, self._summer)
+        header = read_value(value, block, self._summer)
         if isinstance(header, Flaw):
             return header
-        if address(header.key, header.shard) != block:
-            return Flaw(FaultKind.WRONG_NAME, f"its frame names block {header.key[:8].hex()}")
-        if len(value) > HEADER_BYTES + header.payload_bytes:
-            more = len(value) - HEADER_BYTES - header.payload_bytes
-            return Flaw(FaultKind.WRONG_BYTES, f"{more} bytes more than its frame says")
+        self.sealed += bool(header.nonce)
         return payload_flaw(header, value[HEADER_BYTES:], self._summer)
 
 

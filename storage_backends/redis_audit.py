@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from kvtier.abc.audit import Auditor, FaultKind, Finding, Progress
-from kvtier.codec.audit import Flaw, payload_flaw, read_header
+from kvtier.codec.audit import Flaw, payload_flaw, read_value
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
-from kvtier.key import Address, address
+from kvtier.key import Address
 from kvtier.storage_backends.redis_names import ABOUT, CLEAR, PREFIX, parsed, raised
 from kvtier.storage_backends.redis_wire import Wire, translated
 
@@ -94,14 +94,9 @@ class RedisAuditor(Auditor):
         if not came.done:  # gone, or another one, since it was measured
             return None
         value = room[: came.nbytes]
-        header = read_header(value, self._summer)
+        header = read_value(value, block, self._summer)
         if isinstance(header, Flaw):
             return header
-        if address(header.key, header.shard) != block:
-            return Flaw(FaultKind.WRONG_NAME, f"its frame names block {header.key[:8].hex()}")
-        if len(value) > HEADER_BYTES + header.payload_bytes:
-            more = len(value) - HEADER_BYTES - header.payload_bytes
-            return Flaw(FaultKind.WRONG_BYTES, f"{more} bytes more than its frame says")
         self.sealed += bool(header.nonce)
         return payload_flaw(header, value[HEADER_BYTES:], self._summer)
 

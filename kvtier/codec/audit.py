@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvtier.abc.audit import FaultKind
 from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, SEALED, FrameHeader, Summer
 from kvtier.errors import CorruptFrame
+from kvtier.key import address
 
 _BEGIN = struct.Struct(f"<{len(MAGIC)}sHH")
 
@@ -37,6 +38,19 @@ def read_header(page: memoryview, summer: Summer) -> FrameHeader | Flaw:
         if flags & ~SEALED != summer.flags:
             return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
         return Flaw(FaultKind.FLIPPED_BIT, str(wrong), ours=not summer.flags)
+
+
+def read_value(value: memoryview, block: bytes, summer: Summer) -> FrameHeader | Flaw:
+    """The header of a whole frame under the name of ``block`` (an address), or what is wrong with it but for its payload."""
+    header = read_header(value, summer)
+    if isinstance(header, Flaw):
+        return header
+    if address(header.key, header.shard) != block:
+        return Flaw(FaultKind.WRONG_NAME, f"its frame names block {header.key[:8].hex()}")
+    if len(value) > HEADER_BYTES + header.payload_bytes:
+        more = len(value) - HEADER_BYTES - header.payload_bytes
+        return Flaw(FaultKind.WRONG_BYTES, f"{more} bytes more than its frame says")
+    return header
 
 
 def has_magic(page: memoryview) -> bool:

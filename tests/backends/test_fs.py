@@ -645,3 +645,20 @@ def test_the_doctor_finds_what_is_wrong_and_mends_what_is_ours(
     foreign.unlink()
     assert main(asked) == 0
     assert main(["doctor", "--tier", f"fs://{tmp_path}/nowhere?capacity=1GiB"]) == 2
+
+
+def test_the_doctor_says_which_blocks_it_cannot_prove_without_their_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_bytes(bytes(range(32)))
+    url = f"fs://{tmp_path}/shared?capacity=1GiB&write=through&encrypt={key}"
+    (tmp_path / "shared").mkdir()
+    tiers = [TierUrl.parse("dram://?capacity=4MiB"), TierUrl.parse(url)]
+    store, keys, memory = open_store(tiers, IDENTITY, StoreSettings(), Metrics()), chain(1, 3), EngineMemory(3)
+    store.save(keys, filled(memory, keys)).result(20)
+    assert store.drain(20)
+    store.close()
+    assert main(["doctor", "--tier", url]) == 0
+    assert "3 frames are sealed" in capsys.readouterr().out

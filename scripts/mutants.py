@@ -160,6 +160,9 @@ class Copy:
         return Run(process.returncode, output, time.monotonic() - began)
 
 
+NOT_RUN = "not run here"
+
+
 def verdict(mutant: Mutant, run: Run) -> tuple[str, bool]:
     """One word, and whether it is what it should be."""
     if run.code is None:
@@ -168,7 +171,7 @@ def verdict(mutant: Mutant, run: Run) -> tuple[str, bool]:
         return "red", True
     if run.code == 0:
         last = run.output.rstrip().rpartition("\n")[2]
-        return ("not run here", True) if "skipped" in last and "passed" not in last else ("GREEN", False)
+        return (NOT_RUN, True) if "skipped" in last and "passed" not in last else ("GREEN", False)
     return f"pytest ended with {run.code}", False
 
 
@@ -200,7 +203,7 @@ def main() -> int:
             finally:
                 copies.put(copy)
 
-        def judge(mutant: Mutant) -> bool:
+        def judge(mutant: Mutant) -> tuple[str, bool]:
             copy = copies.get()
             try:
                 run = copy.mutated(mutant)
@@ -210,7 +213,7 @@ def main() -> int:
             print(f"{word:<12} {run.seconds:5.1f} s  {mutant.name}", flush=True)
             if not right:
                 print(f"    {mutant.symptom}\n    {', '.join(mutant.tests)}\n{run.output[-2000:]}", flush=True)
-            return right
+            return word, right
 
         with ThreadPoolExecutor(WORKERS) as pool:
             tests = sorted({test for mutant in mutants for test in mutant.tests})
@@ -220,9 +223,15 @@ def main() -> int:
                     print(f"the tests are not green without any mutant:\n{run.output[-4000:]}")
                     return 1
             print(f"green without mutants: {len(tests)} tests in {time.monotonic() - began:.0f} s", flush=True)
-            right = list(pool.map(judge, mutants))
-    print(f"{sum(right)} of {len(mutants)} mutants were noticed or could not run; {time.monotonic() - began:.0f} s")
-    return 0 if all(right) else 1
+            verdicts = list(pool.map(judge, mutants))
+    noticed = sum(word.startswith("red") for word, _ in verdicts)
+    away = sum(word == NOT_RUN for word, _ in verdicts)
+    print(
+        f"{noticed} of {len(mutants)} mutants were noticed"
+        + (f", the tests of {away} could not run here" if away else "")
+        + f"; {time.monotonic() - began:.0f} s"
+    )
+    return 0 if all(right for _, right in verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -100,7 +101,7 @@ class _Scene:
         self._table = range(-(-self.length // block_tokens))
         self._cold = self._model.allocate_kv(len(self._table), block_tokens, kv_dtype)
         self._again = torch.zeros_like(self._cold)
-        self._logits = self._model.forward(StepBatch((self._chunk(0, self.length),)), self._cold)
+        self._logits = self._model.forward(StepBatch((self._chunk(0, self.length, "all"),)), self._cold)
 
     def agrees(self, start: int, chunk: int, company: Sequence[int] = ()) -> bool:
         """Run again from ``start`` with the cold run's blocks before it, in chunks, and compare.
@@ -114,10 +115,10 @@ class _Scene:
         for begin in range(start, self.length, chunk):
             chunks = [*(self._chunk(p, p + 1) for p in company), self._chunk(begin, min(begin + chunk, self.length))]
             logits = self._model.forward(StepBatch(tuple(chunks)), self._again)
-            expected = torch.cat([self._logits[each.start : each.end] for each in chunks])
+            expected = torch.cat([self._logits[each.end - 1 : each.end] for each in chunks])
             if not torch.equal(logits, expected):
                 return False
         return torch.equal(self._again, self._cold)
 
-    def _chunk(self, begin: int, end: int) -> Chunk:
-        return Chunk(self._tokens[begin:end], begin, self._table, "all")
+    def _chunk(self, begin: int, end: int, logits: Literal["last", "all"] = "last") -> Chunk:
+        return Chunk(self._tokens[begin:end], begin, self._table, logits)

@@ -49,6 +49,14 @@ class StepBatch:
             rows.extend({"none": range(0), "last": range(end - 1, end), "all": range(begin, end)}[chunk.logits])
         return rows
 
+    def wanted_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks cut down to the tokens of `wanted_rows`."""
+        return tuple(
+            replace(chunk, tokens=chunk.tokens[-1:], start=chunk.end - 1) if chunk.logits == "last" else chunk
+            for chunk in self.chunks
+            if chunk.logits != "none"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -118,6 +126,9 @@ class LlamaModel:
         if not batch.chunks:
             return torch.empty(0, config.vocab, device=device)
         step = backend.plan(batch.chunks, kv, config.heads, self.attention_tails)
+        # Of the last layer only K and V of every token are of use, and what the wanted rows see.
+        ending = batch.wanted_chunks()
+        final = step if ending == batch.chunks else backend.plan(ending, kv, config.heads, self.attention_tails)
         tokens = [token for chunk in batch.chunks for token in chunk.tokens]
         positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.end)]
         # A small step is filled up here once, not by `Linear` at every call; the spare rows are written nowhere.
@@ -125,7 +136,8 @@ class LlamaModel:
         hidden = F.embedding(torch.tensor(tokens + tokens[-1:] * spare, device=device), self._embedding).float()
         turns = self._rope.rows(torch.tensor(positions + positions[-1:] * spare)).to(device)
         # Made before the layers are queued: a copy to a device waits for what is queued before it.
-        wanted = torch.tensor(batch.wanted_rows(), dtype=torch.int64, device=device)
+        rows = batch.wanted_rows()
+        wanted = torch.tensor(rows + rows[-1:] * max(LEAST_ROWS - len(rows), 0), dtype=torch.int64, device=device)
         turned = config.heads + config.kv_heads
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
@@ -138,13 +150,15 @@ class LlamaModel:
             backend.write(kv, index, rotated[:, config.heads :], qkv[:, turned:], step)
             if after_layer is not None:
                 after_layer(index)
-            mixed = backend.attend(rotated[:, : config.heads], kv, index, step)
-            hidden += layer.output(mixed.flatten(1))
+            queries = rotated[:, : config.heads]
+            if index == config.layers - 1:
+                if not rows:
+                    return torch.empty(0, config.vocab, device=device)
+                queries, hidden, step = queries.index_select(0, wanted), hidden.index_select(0, wanted), final
+            hidden += layer.output(backend.attend(queries, kv, index, step).flatten(1))
             gate, up = layer.gate_up(self._normed(hidden)).chunk(2, dim=-1)
             hidden += layer.down(F.silu(gate).mul_(up))
-        if not len(wanted):
-            return torch.empty(0, config.vocab, device=device)
-        return self._head(self._normed(hidden.index_select(0, wanted)))
+        return self._head(self._normed(hidden))[: len(rows)]
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm but for its weight. The squares are summed in one pass; ``F.rms_norm`` writes them down first."""

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.engine import attention
 from kvtier.engine.architecture import ModelConfig
 from kvtier.engine.attention import STRIDE, Chunk
 from kvtier.engine.checkpoint import open_checkpoint
 from kvtier.engine.exactness import exact_tails, self_test, settle
+from kvtier.engine.linear import LEAST_ROWS
 from kvtier.engine.model import LlamaModel, StepBatch
 from kvtier.testing.reference import reference_model
 from kvtier.testing.requirements import require_machine
@@ -110,6 +112,26 @@ def test_logits_come_in_the_order_of_chunks_and_only_where_wanted(tiny: LlamaMod
     torch.testing.assert_close(logits, torch.cat((alone[1], alone[2][-1:])), atol=1e-5, rtol=0)
     assert tiny.forward(StepBatch((Chunk(a, 0, [0, 1], "none"),)), kv).shape == (0, 320)
     assert tiny.forward(StepBatch(()), kv).shape == (0, 320)
+
+
+def test_the_last_layer_writes_every_token_and_works_only_for_wanted_rows(
+    tiny: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attended: list[int] = []
+    attend = attention.attend
+
+    def counting(queries: torch.Tensor, *args: Any) -> torch.Tensor:
+        attended.append(len(queries))
+        return attend(queries, *args)
+
+    monkeypatch.setattr(attention, "attend", counting)
+    tokens = words(6, 100)
+    caches = [tiny.allocate_kv(7, BLOCK, "bf16") for _ in range(3)]
+    chunks = (Chunk(tokens, 0, range(7), "all"), Chunk(tokens, 0, range(7), "last"), Chunk(tokens, 0, range(7), "none"))
+    everything, last, _none = (tiny.forward(StepBatch((chunk,)), kv) for chunk, kv in zip(chunks, caches, strict=True))
+    assert attended == [100, 100, 100, LEAST_ROWS, 100]
+    torch.testing.assert_close(last, everything[-1:], atol=1e-5, rtol=0)
+    assert all(torch.equal(kv, caches[0]) for kv in caches[1:])
 
 
 def test_hooks_run_around_every_layers_writes(tiny: LlamaModel) -> None:

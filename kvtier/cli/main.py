@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import NoReturn, Protocol, cast
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "compare what the tiers' indexes say with what is there, and mend it with --fix",
     "clear": "put blocks of a model, tenant, adapter or tier out of reach at once",
     "config": "show the effective settings and where each came from",
+    "bench": "measure the tiers on this machine",
 }
 """Subcommand -> its line in ``kvtier --help``."""
 
@@ -46,8 +47,22 @@ class Command(Protocol):
 class _Parser(argparse.ArgumentParser):
     """Takes no abbreviations, and answers a wrong flag with the nearest right one."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, module: str | None = None, **options: object) -> None:
+        """``module``: imported for its arguments once this parser is the one that parses."""
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]  # argparse's own options, passed on
+        self._module = module
+
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads, of which it calls this one alone
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if self._module is None:
+            return super().parse_known_args(args, namespace)
+        cast("Command", importlib.import_module(self._module)).add_arguments(self)
+        self.shorten_usage()
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(FAULT, f"{self.prog}: error: {message}\n")
@@ -64,6 +79,17 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown argument {wrong!r}" + (nearest(wrong, flags) if wrong.startswith("-") else ""))
 
 
+def add_commands(
+    parser: argparse.ArgumentParser, commands: Mapping[str, str], package: str, *, title: str, dest: str
+) -> argparse._SubParsersAction[_Parser]:
+    """Below ``parser`` a command for each name of ``commands`` (name -> its line in the help), a module of ``package``."""
+    below = parser.add_subparsers(title=title, dest=dest, metavar=dest.upper(), required=True, parser_class=_Parser)
+    for name, summary in commands.items():
+        sentence = summary[0].upper() + summary[1:] + "."
+        below.add_parser(name, help=summary, description=sentence, module=f"{package}.{name}")
+    return below
+
+
 def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     parser = _Parser(
         prog="kvtier",
@@ -71,20 +97,11 @@ def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
         epilog="Every setting is a flag, a KVTIER_... variable and a key of the file that --config names; see `kvtier config`.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
-    parsers = parser.add_subparsers(title="subcommands", dest="command", metavar="SUBCOMMAND", required=True)
-    chosen = argv[0] if argv else ""
-    command: Command | None = None
-    for name, summary in COMMANDS.items():
-        below = parsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if name == chosen:
-            command = cast("Command", importlib.import_module(f"kvtier.cli.{name}"))
-            command.add_arguments(below)
-            below.shorten_usage()
+    below = add_commands(parser, COMMANDS, "kvtier.cli", title="subcommands", dest="subcommand")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parsers.choices[args.command].refuse(unknown)
-    assert command is not None, "argparse lets only the commands of the table through, and none before them"
-    return command, args
+        below.choices[args.subcommand].refuse(unknown)
+    return cast("Command", importlib.import_module(f"kvtier.cli.{args.subcommand}")), args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

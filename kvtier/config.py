@@ -207,6 +207,7 @@ class EngineSettings:
     )
     block_tokens: int = _setting(16, "tokens per block", at_least=1)
     hbm_blocks: int = _setting(1024, "blocks that HBM (on a CPU: the engine's own memory) holds", at_least=2)
+    hbm_policy: str = _setting("lru", "eviction policy of HBM: lru or fifo")
     max_model_len: int | None = _setting(
         None, "longest sequence in tokens; none: what the model was made for", at_least=1
     )

@@ -211,6 +211,11 @@ def test_a_reader_that_has_gone_ends_it_quietly() -> None:
     assert piped.stderr == ""
 
 
+def test_an_unknown_policy_of_hbm_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--hbm-policy=lrru"]) == 2
+    assert "hbm_policy: unknown policy 'lrru'; did you mean 'lru'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["config", "doctor"])
 @pytest.mark.parametrize(
     ("options", "says"),

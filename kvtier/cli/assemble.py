@@ -14,6 +14,7 @@ try:
 except ImportError as error:
     raise ConfigError("the engine needs torch and more; run: pip install 'kvtier[engine]'") from error
 
+from kvtier import policy
 from kvtier.abc.connector import KVConnector
 from kvtier.abc.medium import Medium
 from kvtier.codec.catalogue import keeping
@@ -27,7 +28,6 @@ from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.key import Identity
 from kvtier.metrics import Metrics
-from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
 from kvtier.registry import connector_class, plan_tier
 from kvtier.storage_backends import cuda_copy
@@ -151,6 +151,7 @@ def open_engine(
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    policy.check(settings.hbm_policy, "hbm_policy")
     device = chosen_device(settings.device)
     if settings.recompute_sample and codec is not StoreCodec.RAW:
         raise ConfigError(
@@ -218,7 +219,7 @@ def allocate_hbm(checkpoint: Checkpoint, settings: EngineSettings, device: torch
     dtype = TORCH_DTYPES[effective_kv_dtype(config, settings.kv_dtype.value)]
     shape = (config.layers, 2, settings.block_tokens, config.kv_heads, config.head_dim)
     medium = HbmMedium.allocate(settings.hbm_blocks, shape, dtype, device or "cpu")
-    return Hbm(medium, BlockPool(settings.hbm_blocks, LruPolicy(settings.hbm_blocks)))
+    return Hbm(medium, BlockPool(settings.hbm_blocks, policy.make(settings.hbm_policy, settings.hbm_blocks)))
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -6,6 +6,7 @@ import argparse
 import enum
 import json
 
+from kvtier import policy
 from kvtier.config import add_arguments as add_settings
 from kvtier.config import resolve
 from kvtier.registry import plan_tier
@@ -30,6 +31,7 @@ def _literal(value: object) -> str:
 
 def run(args: argparse.Namespace) -> int:
     effective = resolve(vars(args))
+    policy.check(effective.settings.engine.hbm_policy, "hbm_policy")
     if effective.settings.tiers:
         check_tiers([plan_tier(url) for url in effective.settings.tiers])
     section = ""

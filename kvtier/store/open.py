@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvtier import policy
 from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
-from kvtier.abc.policy import EvictionPolicy
 from kvtier.codec.catalogue import codec_named, keeping, lossy_codec
 from kvtier.codec.seal import Sealer
 from kvtier.config import StoreSettings, WriteMode
@@ -16,7 +16,6 @@ from kvtier.cost import Gate, OpenGate
 from kvtier.errors import ConfigError, MediumUnavailable
 from kvtier.key import Identity, Shard
 from kvtier.metrics import Metrics
-from kvtier.policy.lru import LruPolicy
 from kvtier.registry import TierPlan, plan_tier
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
@@ -34,8 +33,6 @@ _log = logging.getLogger(__name__)
 DRAM_THREADS = 2
 MOST_SAVES = 256
 """Saves that may wait for a DRAM thread; one more is dropped."""
-_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LruPolicy}
-"""By the name that a URL gives; each is built with its pool's capacity."""
 
 
 def open_store(
@@ -88,7 +85,7 @@ def open_store(
             lower.append(tier)
             _greet(tier, identity, require_all=require_all)
         workers.append(Workers(DRAM, DRAM_THREADS, most_saves=MOST_SAVES))
-        arena = Arena(dram, _POLICIES[plans[0].options.policy](dram.slots))
+        arena = Arena(dram, policy.make(plans[0].options.policy, dram.slots))
         return TieredStore(
             geometry,
             arena,
@@ -133,7 +130,7 @@ def open_at_rest(tiers: Sequence[TierUrl], advice: str) -> TieredStore:
     assert isinstance(dram, SlotMedium), "dram:// is slot-addressed"
     return TieredStore(
         Geometry(Shard(), bytes(16), block_bytes, 1),
-        Arena(dram, LruPolicy(dram.slots)),
+        Arena(dram, policy.make("lru", dram.slots)),
         metrics.tier(DRAM),
         lower,
         Workers(DRAM, 0),
@@ -170,9 +167,7 @@ def check_tier(plan: TierPlan) -> None:
         codec_named(plan.options.codec)
     except ConfigError as wrong:
         raise ConfigError(f"{plan.url}: codec: {wrong}") from None
-    if plan.options.policy not in _POLICIES:
-        known = ", ".join(_POLICIES)
-        raise ConfigError(f"{plan.url}: policy: unknown policy {plan.options.policy!r}; known: {known}")
+    policy.check(plan.options.policy, f"{plan.url}: policy")
     if plan.options.encrypt is not None:
         try:
             Sealer.from_file(plan.options.encrypt)
@@ -200,9 +195,11 @@ def _lower_tier(
             raise ConfigError(
                 f"{plan.url}: codec: a slot-addressed tier takes codecs of a fixed ratio only, and {codec.name} is not one"
             )
-        policy = _POLICIES[plan.options.policy](medium.slots)
-        return SlotTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock, policy)
+        order = policy.make(plan.options.policy, medium.slots)
+        return SlotTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock, order)
     if isinstance(medium, KeyMedium):
+        if "policy" in plan.url.params:
+            raise ConfigError(f"{plan.url}: policy: {plan.url.scheme}:// itself chooses what goes; leave it out")
         return KeyTier(name, plan.options, medium, codec, workers, metrics.tier(name), lock)
     raise ConfigError(f"{plan.url}: {plan.url.scheme}:// cannot be a tier below dram")
 

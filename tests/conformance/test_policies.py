@@ -7,6 +7,7 @@ from collections.abc import Callable, Container
 
 import pytest
 
+from kvtier import policy
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.key import Address
 from kvtier.policy.lru import LruPolicy
@@ -15,7 +16,12 @@ from kvtier.testing.policies import PolicySuite
 
 class TestLru(PolicySuite):
     def make(self, capacity: int) -> EvictionPolicy:
-        return LruPolicy(capacity)
+        return policy.make("lru", capacity)
+
+
+class TestFifo(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("fifo", capacity)
 
 
 class Fewer(LruPolicy):

@@ -1,0 +1,32 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from itertools import islice
+
+from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.key import Address
+
+
+class FifoPolicy(EvictionPolicy):
+    """Evicts what came first, used or not."""
+
+    __slots__ = ("_order",)
+
+    def __init__(self, capacity: int) -> None:
+        del capacity  # keeps no ghosts
+        self._order: dict[Address, None] = {}
+
+    def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
+        self._order[entry] = None
+
+    def touch(self, entry: Address, now: float) -> None:
+        pass
+
+    def remove(self, entry: Address, *, evicted: bool) -> None:
+        del self._order[entry]
+
+    def victims(self, count: int, protected: Container[Address], now: float) -> list[Address] | None:
+        chosen = list(islice((entry for entry in self._order if entry not in protected), count))
+        return chosen if len(chosen) == count else None

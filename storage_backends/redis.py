@@ -290,6 +290,12 @@ class RedisMedium(KeyMedium):
 
     def ping(self) -> None:
         self._tried(lambda wire: wire.call("PING"))
+        try:
+            self._called(lambda wire: wire.call("HLEN", CLEAR))  # every probe reads it
+        except (MediumUnavailable, MediumRefused):
+            raise
+        except MediumError as other:
+            raise MediumRefused(f"{other}; {CLEAR.decode()} is not ours: delete it or use another database") from other
 
     @_sensible
     def remember(self, kind: str, digest: bytes, text: str) -> None:

@@ -512,3 +512,15 @@ def test_values_survive_odd_ttls(server: ValkeyServer) -> None:
     with behind(server) as client:
         assert 0 < int(str(client.pttl(PREFIX + names(1)[0]))) <= 1500
     medium.close()
+
+
+def test_something_else_under_the_name_of_the_clears_is_refused_until_it_is_gone(server: ValkeyServer) -> None:
+    medium = opened(server.url)
+    with behind(server) as client:
+        client.set("kvt:clear", "not a hash")
+        with pytest.raises(MediumRefused, match="kvt:clear is not ours: delete it or use another database"):
+            medium.ping()
+        client.delete("kvt:clear")
+    medium.ping()
+    assert medium.probe([]) == 0
+    medium.close()

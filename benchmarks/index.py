@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from kvtier.abc.store import SlotRange
+from kvtier.abc.store import NO_HINTS, Hints, SlotRange
 from kvtier.config import StoreSettings
 from kvtier.key import Span
 from kvtier.machine import resident_bytes
@@ -44,6 +44,7 @@ PAGE = 4096
 """A DRAM slot of the blocks that `kvtier.testing` has: 4 KiB."""
 NVME_SLOT = 2 * PAGE
 """A header page and a block's bytes."""
+_NO_LOAD = Hints(no_load=True)
 
 
 class Entries(TypedDict):
@@ -145,7 +146,7 @@ class Traffic:
         start = self._random.randrange(len(span)) if dice < 0.2 else 0
         request = f"r{self._asked}"
         self._asked += 1
-        match = store.match(request, span, start, load=dice > 0.02)
+        match = store.match(request, span, start, hints=NO_HINTS if dice > 0.02 else _NO_LOAD)
         self.wanted += len(span) - start
         self.found += match.hits
         if dice < 0.3:

@@ -19,7 +19,7 @@ from kvtier.abc.connector import (
     WorkerConnector,
 )
 from kvtier.abc.medium import LayeredSlots, SlotMedium
-from kvtier.abc.store import Fence, Match, Reason, SlotRange, Store, Transfer
+from kvtier.abc.store import NO_HINTS, Fence, Hints, Match, Reason, SlotRange, Store, Transfer
 from kvtier.key import Adapter, Span
 
 _log = logging.getLogger(__name__)
@@ -44,8 +44,10 @@ class BundledScheduler(SchedulerConnector):
         self._saving: dict[str, int] = {}
         self._saving_slots = 0
 
-    def get_num_new_matched_tokens(self, request_id: str, span: Span, computed_blocks: int = 0) -> int | None:
-        match = self._store.match(request_id, span, computed_blocks)
+    def get_num_new_matched_tokens(
+        self, request_id: str, span: Span, computed_blocks: int = 0, hints: Hints = NO_HINTS
+    ) -> int | None:
+        match = self._store.match(request_id, span, computed_blocks, hints=hints)
         self._matches[request_id] = match
         if match.pending:
             return None
@@ -66,11 +68,11 @@ class BundledScheduler(SchedulerConnector):
         else:
             match.release()
 
-    def offer(self, request_id: str, span: Span, slots: Sequence[int]) -> int:
+    def offer(self, request_id: str, span: Span, slots: Sequence[int], hints: Hints = NO_HINTS) -> int:
         count = min(len(slots), self._most_saving - self._saving_slots)
         if count <= 0:
             return 0
-        self._saves.append(SavePlan(request_id, span.head(count), tuple(slots[:count])))
+        self._saves.append(SavePlan(request_id, span.head(count), tuple(slots[:count]), hints))
         self._saving[request_id] = self._saving.get(request_id, 0) + count
         self._saving_slots += count
         return count
@@ -173,7 +175,7 @@ class BundledWorker(WorkerConnector):
         hbm = self._registered()
         for save in plan.saves:
             try:
-                transfer = self._store.save(save.span, SlotRange(hbm, save.slots), after)
+                transfer = self._store.save(save.span, SlotRange(hbm, save.slots), after, hints=save.hints)
             except Exception:  # noqa: BLE001 - the slots of a save that never began must not stay held
                 _log.exception("a save could not begin")
                 self._saved.append((save.request_id, save.slots))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.abc.medium import SlotMedium
-from kvtier.abc.store import Fence, Reason
+from kvtier.abc.store import NO_HINTS, Fence, Hints, Reason
 from kvtier.key import Adapter, Span
 
 
@@ -34,6 +34,7 @@ class SavePlan:
     request_id: str
     span: Span
     slots: tuple[int, ...]
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ class SchedulerConnector(ABC):
     """The half that decides."""
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request_id: str, span: Span, computed_blocks: int = 0) -> int | None:
+    def get_num_new_matched_tokens(
+        self, request_id: str, span: Span, computed_blocks: int = 0, hints: Hints = NO_HINTS
+    ) -> int | None:
         """Tokens that can be loaded after the engine's own hit; None: ask again later.
 
         ``span`` is the whole prompt from depth 0, less its last token; the engine has its first ``computed_blocks`` itself.
@@ -83,7 +86,7 @@ class SchedulerConnector(ABC):
         """The engine took ``slots`` for ``num_tokens`` of the matched tokens (0: it declined; the match is given up)."""
 
     @abstractmethod
-    def offer(self, request_id: str, span: Span, slots: Sequence[int]) -> int:
+    def offer(self, request_id: str, span: Span, slots: Sequence[int], hints: Hints = NO_HINTS) -> int:
         """Filled blocks to save after this step; returns how many of the first were taken (the rest: offer again later)."""
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ class Reason(enum.Enum):
     TIER_DEGRADED = "tier degraded"
     CLEARED = "cleared"
     NO_LOAD = "the request asked not to load"
+    NO_STORE = "the request asked not to store it"
     NO_ROOM = "no room to promote it"
     BELOW = "in a lower tier"
     RECOMPUTED_DIFFERENTLY = "a recomputed block differed"
@@ -90,6 +92,45 @@ class Match(ABC):
     @abstractmethod
     def release(self) -> None:
         """Give up the lease. Idempotent; a load under way keeps its own until it ends."""
+
+
+MOST_PRIORITY = 100
+MOST_PIN_SECONDS = 7 * 86400.0
+MOST_WAIT_MS = 600_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request asks of the store for its own blocks. Plain data. Out of range: ``ValueError`` that begins with the name."""
+
+    priority: int = 0
+    """Higher stays longer, with policies that look at it; -100 to 100. It is the block's from when it enters a tier."""
+    pin_seconds: float = 0.0
+    """For so long from now the prompt's blocks are not evicted, as far as the share of a tier that pins may take allows."""
+    no_store: bool = False
+    """Nothing of the request is saved."""
+    no_load: bool = False
+    """Nothing is loaded for the request; what the engine has itself it uses."""
+    max_wait_ms: float | None = None
+    """How long blocks below DRAM may hold the request (0: not at all); None, or more than the store's deadline: that."""
+    store_generated: bool = True
+    """Whether blocks with generated tokens in them are saved."""
+
+    def __post_init__(self) -> None:
+        _within("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        _within("pin_seconds", self.pin_seconds, 0, MOST_PIN_SECONDS)
+        if self.max_wait_ms is not None:
+            _within("max_wait_ms", self.max_wait_ms, 0, MOST_WAIT_MS)
+        if self.pin_seconds and self.no_store:
+            raise ValueError("pin_seconds and no_store contradict each other: what is not kept cannot be pinned")
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
+
+
+NO_HINTS = Hints()
 
 
 class Fence(Protocol):
@@ -164,12 +205,13 @@ class Store(ABC):
     this store does."""
 
     @abstractmethod
-    def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:
+    def match(self, request_id: str, span: Span, start: int = 0, *, hints: Hints = NO_HINTS) -> Match:
         """Look up what follows the first ``start`` blocks of the span, and lease what is found.
 
         The whole prefix, ``start`` included, counts as used. Asking again for a live request returns the same object.
 
-        What lies below DRAM is PENDING while its promotion runs. ``load=False`` finds nothing and says NO_LOAD.
+        What lies below DRAM is PENDING while its promotion runs, at most as long as the hints say. ``no_load`` finds nothing
+        and says NO_LOAD. What is in a tier with slots, or comes there for this match, is pinned as the hints say.
         """
 
     @abstractmethod
@@ -180,10 +222,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def save(self, span: Span, source: SlotRange, after: Fence | None = None) -> Transfer:
+    def save(self, span: Span, source: SlotRange, after: Fence | None = None, *, hints: Hints = NO_HINTS) -> Transfer:
         """Keep the span's blocks, one per slot of ``source``. Present blocks are a no-op (DONE with 0 bytes).
 
-        The caller leaves the source slots untouched until the transfer is done. No room: FAILED with the reason.
+        The caller leaves the source slots untouched until the transfer is done. No room: FAILED with the reason. With
+        ``no_store`` nothing is read or kept, and later misses say NO_STORE.
         """
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtier.abc.store import BlockFound, Found, Match, Reason
+from kvtier.abc.store import BlockFound, Found, Hints, Match, Reason
 from kvtier.key import Address, Span
 from kvtier.pool import Slot
 from kvtier.transfer.workers import Urgency
@@ -31,8 +31,9 @@ class TieredMatch(Match):
         span: Span,
         start: int,
         addresses: Sequence[Address],
-        deadline: float,
+        latest: float,
         urgency: Urgency,
+        hints: Hints,
     ) -> None:
         self._lock = lock
         self._advance = advance
@@ -42,8 +43,9 @@ class TieredMatch(Match):
         self.start = start
         self.addresses = addresses
         """Of the whole span; what is matched begins at ``start``."""
-        self.deadline = deadline
+        self.deadline = self._latest = latest
         self.urgency = urgency
+        self.hints = hints
         self.found: list[BlockFound] = [UNKNOWN] * (len(addresses) - start)
         self.slots: dict[int, Slot] = {}
         """DRAM slots on which this match holds a reference, by index from ``start``."""
@@ -82,6 +84,10 @@ class TieredMatch(Match):
     def release(self) -> None:
         with self._lock:
             self._give_up(self)
+
+    def wait_until(self, deadline: float) -> None:
+        """Move the deadline, never past what the request said."""
+        self.deadline = min(deadline, self._latest)
 
     def end(self, start: int, answer: BlockFound) -> None:
         """Everything from ``start`` on is missed, the first of it as ``answer`` says."""

@@ -10,6 +10,7 @@ match, over the same books.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvtier.abc.medium import Outcome, Status
-from kvtier.abc.store import BlockFound, Found, Reason
+from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import WriteMode
 from kvtier.cost import Gate
@@ -126,13 +127,15 @@ class Promoter:
         self._hit = {name: BlockFound(Found.HIT, name) for name in [DRAM, *(tier.name for tier in tiers)]}
         self._coming = {tier.name: BlockFound(Found.PENDING, tier.name) for tier in tiers}
 
-    def open(self, request_id: str, span: Span, start: int, urgency: Urgency) -> TieredMatch:
+    def open(self, request_id: str, span: Span, start: int, urgency: Urgency, hints: Hints = NO_HINTS) -> TieredMatch:
         """A new live match, not advanced yet."""
-        deadline = self._clock() + self._deadline
+        now = self._clock()
+        latest = math.inf if hints.max_wait_ms is None else now + hints.max_wait_ms / 1000
         addresses = self._geometry.addresses(span)
         match = TieredMatch(
-            self._lock, self.advance, self.release, request_id, span, start, addresses, deadline, urgency
+            self._lock, self.advance, self.release, request_id, span, start, addresses, latest, urgency, hints
         )
+        match.wait_until(now + self._deadline)
         self.matches[request_id] = match
         return match
 
@@ -286,7 +289,7 @@ class Promoter:
         if steps and (len(steps) > self._half - self.reserved or not self._is_first(match)):
             if self.reserved or not self._is_first(match):
                 if match.request_id not in self._line:
-                    match.deadline = max(match.deadline, self._clock() + LINE_SECONDS)
+                    match.wait_until(max(match.deadline, self._clock() + LINE_SECONDS))
                 self._line[match.request_id] = match
                 return
             steps, end = steps[: self._half], missed(Reason.NO_ROOM)
@@ -300,7 +303,7 @@ class Promoter:
             self._line[match.request_id] = match
             return
         if self._line.pop(match.request_id, None) is not None:
-            match.deadline = now + self._deadline
+            match.wait_until(now + self._deadline)
         slots, gone = self._arena.take(len(wanted), now)
         self.note_gone(gone)
         if len(slots) < len(wanted):

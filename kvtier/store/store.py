@@ -18,7 +18,19 @@ from functools import partial
 from itertools import takewhile
 
 from kvtier.abc.medium import Outcome, SlotMedium, Status
-from kvtier.abc.store import BlockFound, Cleared, Fence, Match, Reason, Selection, SlotRange, Store, Transfer
+from kvtier.abc.store import (
+    NO_HINTS,
+    BlockFound,
+    Cleared,
+    Fence,
+    Hints,
+    Match,
+    Reason,
+    Selection,
+    SlotRange,
+    Store,
+    Transfer,
+)
 from kvtier.codec.frame import FrameHeader
 from kvtier.config import Verify
 from kvtier.cost import Gate
@@ -135,7 +147,7 @@ class TieredStore(Store):
         if self._keeper is not None:
             self._keeper.start()
 
-    def match(self, request_id: str, span: Span, start: int = 0, *, load: bool = True) -> Match:
+    def match(self, request_id: str, span: Span, start: int = 0, *, hints: Hints = NO_HINTS) -> Match:
         promoter = self._promoter
         with self._lock:
             live = promoter.matches.get(request_id)
@@ -144,11 +156,11 @@ class TieredStore(Store):
                 return live
             if live is not None:
                 promoter.release(live)
-            match = promoter.open(request_id, span, start, Urgency.LOAD)
-            if load:
-                promoter.advance(match)
-            else:
+            match = promoter.open(request_id, span, start, Urgency.LOAD, hints)
+            if hints.no_load:
                 promoter.refuse(match, Reason.NO_LOAD)
+            else:
+                promoter.advance(match)
             return match
 
     def prefetch(self, span: Span) -> None:
@@ -247,11 +259,11 @@ class TieredStore(Store):
             self._dram.sum_failed(len(wrong))
             _log.warning("dram: %d blocks did not prove and are recomputed", len(wrong))
 
-    def save(self, span: Span, source: SlotRange, after: Fence | None = None) -> Transfer:
+    def save(self, span: Span, source: SlotRange, after: Fence | None = None, *, hints: Hints = NO_HINTS) -> Transfer:
         future: Transfer = Future()
         addresses = self.geometry.addresses(span)
         outcomes = [Outcome(Status.DONE)] * len(addresses)
-        taken, slots, left, why = self._places_to_save(span, addresses)
+        taken, slots, left, why = self._places_to_save(span, addresses, hints)
         for index in left:
             outcomes[index] = Outcome(Status.FAILED, 0, why)
 
@@ -284,7 +296,9 @@ class TieredStore(Store):
             unsaved(CLOSED if self._closed.is_set() else "the queue of saves is full")
         return future
 
-    def _places_to_save(self, span: Span, addresses: Sequence[Address]) -> tuple[list[int], list[Slot], list[int], str]:
+    def _places_to_save(
+        self, span: Span, addresses: Sequence[Address], hints: Hints
+    ) -> tuple[list[int], list[Slot], list[int], str]:
         """Which blocks are to be copied, into which slots, and which have no place, and why."""
         if self._clearing.stale(span.origin):
             self._dram.save_dropped(Reason.CLEARED, len(addresses))
@@ -292,6 +306,10 @@ class TieredStore(Store):
         with self._lock:
             there = self._arena.pool.places(addresses)
             new = [i for i, a in enumerate(addresses) if there[i] is None and a not in self._saving]
+            if hints.no_store:
+                self._history.went((addresses[i] for i in new), Reason.NO_STORE)
+                self._dram.save_dropped(Reason.NO_STORE, len(new))
+                return [], [], new, Reason.NO_STORE.value
             slots, gone = self._arena.take(len(new), self._clock())
             self._promoter.note_gone(gone)
             taken, left = new[: len(slots)], new[len(slots) :]

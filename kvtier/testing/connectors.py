@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvtier.abc.connector import Finished, KVConnector, LoadPlan, SavePlan, StepPlan
-from kvtier.abc.store import Reason
+from kvtier.abc.store import Hints, Reason
 from kvtier.key import BlockKey, Origin, Span
 from kvtier.testing.blocks import LAYOUT, EngineMemory, chain, content
 
@@ -44,7 +44,10 @@ def plan_of(data: bytes) -> StepPlan:
     """What ``packed`` was made of."""
     plain = msgpack.unpackb(data)
     loads = [LoadPlan(**{**one, "span": _span(one["span"]), "slots": tuple(one["slots"])}) for one in plain["loads"]]
-    saves = [SavePlan(**{**one, "span": _span(one["span"]), "slots": tuple(one["slots"])}) for one in plain["saves"]]
+    saves = [
+        SavePlan(one["request_id"], _span(one["span"]), tuple(one["slots"]), Hints(**one["hints"]))
+        for one in plain["saves"]
+    ]
     return StepPlan(tuple(loads), tuple(saves))
 
 

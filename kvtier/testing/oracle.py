@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvtier.abc.store import Found, Match, Reason, Selection, SlotRange, Transfer
+from kvtier.abc.store import Found, Hints, Match, Reason, Selection, SlotRange, Transfer
 from kvtier.codec.frame import ByteArray
 from kvtier.key import Address, Origin, Scope, Span, address
 from kvtier.testing.blocks import LAYOUT, SHARD, EngineMemory, content, filled, span
@@ -114,7 +114,10 @@ class Oracle:
     def match(self, keys: Span, start: int = 0, *, load: bool = True) -> None:
         self._requests += 1
         name = f"r{self._requests}"
-        self.matches[name] = (self.rig.store.match(name, keys, min(start, len(keys)), load=load), self._time)
+        self.matches[name] = (
+            self.rig.store.match(name, keys, min(start, len(keys)), hints=Hints(no_load=not load)),
+            self._time,
+        )
 
     def ask_again(self, which: int) -> None:
         if self.matches:

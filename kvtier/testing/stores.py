@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from kvtier.abc.medium import Outcome, Status
-from kvtier.abc.store import Found, Match, Reason, Selection, SlotRange, Store, Transfer
+from kvtier.abc.store import Found, Hints, Match, Reason, Selection, SlotRange, Store, Transfer
 from kvtier.errors import RequestError
 from kvtier.key import Scope, Span
 from kvtier.testing.blocks import GEOMETRY, IDENTITY, EngineMemory, chain, content, filled, span
@@ -198,7 +198,7 @@ class StoreSuite(Generic[S]):
 
     def test_a_request_may_ask_for_nothing(self, store: S) -> None:
         self.saved(store, chain(1, 2))
-        match = store.match("r", chain(1, 2), load=False)
+        match = store.match("r", chain(1, 2), hints=Hints(no_load=True))
         assert not match.pending
         assert self.answers(match)[0] == (Found.MISS, Reason.NO_LOAD)
         match.release()

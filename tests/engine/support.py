@@ -18,7 +18,7 @@ from kvtier.abc.connector import (
     WorkerConnector,
 )
 from kvtier.abc.medium import SlotMedium
-from kvtier.abc.store import Fence, Reason
+from kvtier.abc.store import NO_HINTS, Fence, Hints, Reason
 from kvtier.engine.architecture import ModelConfig, random_tensors
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import LlamaModel
@@ -203,7 +203,9 @@ class _Scheduler(SchedulerConnector):
         self.busy = 0
         self.asked = 0
 
-    def get_num_new_matched_tokens(self, request_id: str, span: Span, computed_blocks: int = 0) -> int | None:
+    def get_num_new_matched_tokens(
+        self, request_id: str, span: Span, computed_blocks: int = 0, hints: Hints = NO_HINTS
+    ) -> int | None:
         self.owner.verb("get_num_new_matched_tokens")
         self.asked += 1
         assert span.depth == 0 and computed_blocks <= len(span)
@@ -231,7 +233,7 @@ class _Scheduler(SchedulerConnector):
             assert span is not None, "a load without a match"
             self.loads.append(LoadPlan(request_id, span, tuple(slots), start))
 
-    def offer(self, request_id: str, span: Span, slots: Sequence[int]) -> int:
+    def offer(self, request_id: str, span: Span, slots: Sequence[int], hints: Hints = NO_HINTS) -> int:
         self.owner.verb("offer")
         assert len(span) == len(slots) > 0
         taken = min(len(slots), self.owner.faults.save_cap - self.busy)

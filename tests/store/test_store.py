@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.abc.store import Found, Reason, SlotRange
+from kvtier.abc.store import Found, Hints, Reason, SlotRange
 from kvtier.config import WriteMode
 from kvtier.cost import LoadCost, StaticGate
 from kvtier.errors import MediumFull
@@ -240,7 +240,7 @@ def test_no_load_finds_nothing_and_says_so() -> None:
     bench = make_bench()
     keys = chain(1, 3)
     bench.save(keys)
-    assert bench.store.match("r", keys, load=False).hits == 0
+    assert bench.store.match("r", keys, hints=Hints(no_load=True)).hits == 0
     assert bench.store.explain("r")[0].reason is Reason.NO_LOAD
 
 

@@ -46,7 +46,7 @@ from kvtier.storage_backends.redis_names import (
 from kvtier.storage_backends.redis_wire import Wire, medium_error, translated
 from kvtier.url import TierUrl
 
-__all__ = ["PREFIX", "RedisMedium"]
+__all__ = ["PREFIX", "RedisMedium", "connection_maker"]
 
 _KINDS = (b"identity", b"scope")
 """Records that live as long as the values that they explain."""
@@ -148,12 +148,12 @@ class RedisMedium(KeyMedium):
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> RedisMedium:
         del context
-        return cls(_named(location), _connection_maker(location, params), params)
+        return cls(_named(location), connection_maker(location, params), params)
 
     @classmethod
     def auditor(cls, location: TierUrl, params: Params) -> RedisAuditor:
         return RedisAuditor(
-            _named(location), _connection_maker(location, params), params.ttl, _sum_key(params.auth_key)
+            _named(location), connection_maker(location, params), params.ttl, _sum_key(params.auth_key)
         )
 
     @_sensible
@@ -452,7 +452,8 @@ def _sum_key(secret: str | None) -> bytes | None:
     return None if secret is None else hashlib.blake2b(secret.encode()).digest()
 
 
-def _connection_maker(location: TierUrl, params: RedisMedium.Params) -> Callable[[], Any]:
+def connection_maker(location: TierUrl, params: RedisMedium.Params) -> Callable[[], Any]:
+    """Makes redis-py connections that are not connected yet. Raises ``ConfigError`` where the URL cannot be one."""
     common: dict[str, Any] = {
         "username": location.username or params.username,
         "password": location.password if location.password is not None else params.password,

@@ -75,7 +75,7 @@ def open_store(
             dram = around(DRAM, dram)
         assert isinstance(dram, SlotMedium), "dram:// is slot-addressed"
         lower: list[LowerTier] = []
-        for plan, name in zip(plans[1:], _names(plans[1:]), strict=True):
+        for plan, name in zip(plans[1:], tier_names(plans[1:]), strict=True):
             medium = plan.open(context)
             opened.append(medium)
             if around is not None:
@@ -118,7 +118,7 @@ def open_at_rest(tiers: Sequence[TierUrl], advice: str) -> TieredStore:
     opened: list[Medium] = []
     lower: list[LowerTier] = []
     try:
-        for plan, name in zip(plans, _names(plans), strict=True):
+        for plan, name in zip(plans, tier_names(plans), strict=True):
             opened.append(plan.open(MediumContext(slot_bytes=0, advice=advice)))
             lower.append(_lower_tier(name, plan, opened[-1], Workers(name, 0), metrics, lock))
     except BaseException:
@@ -175,7 +175,7 @@ def check_tier(plan: TierPlan) -> None:
             raise ConfigError(f"{plan.url}: {wrong}") from None
 
 
-def _names(plans: Sequence[TierPlan]) -> list[str]:
+def tier_names(plans: Sequence[TierPlan]) -> list[str]:
     """A short name per tier: its scheme, numbered from the second of a kind on."""
     seen: dict[str, int] = {}
     names = []

@@ -270,6 +270,50 @@ def test_victims_are_what_an_oracle_says_may_go(seed: int) -> None:
     assert pool.victims(len(may_go) + 1, 200.0, keep) is None
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_chain_that_is_committed_at_once_is_one_committed_tail_first(seed: int) -> None:
+    """Chains that share trunks, blocks that are there already, orphans that wait for one of them, an entry that names itself."""
+    rng = random.Random(seed)
+    one_by_one, at_once = make_pool(200), make_pool(200)
+    tree = {
+        name: rng.choice([None, entry("gone"), *names("a", index + 1)]) for index, name in enumerate(names("a", 60))
+    }
+    for turn in range(12):
+        now = float(turn)
+        batch = rng.sample(sorted(tree), rng.randrange(1, 15))
+        metas = [EntryMeta(tree[name], index) for index, name in enumerate(batch)]
+        first, second = one_by_one.allocate(len(batch), now), at_once.allocate(len(batch), now)
+        assert first is not None and first == second
+        for slot, name, meta in reversed(list(zip(first.slots, batch, metas, strict=True))):
+            one_by_one.commit(slot, name, meta, now)
+        at_once.commit_all(first.slots, batch, metas, now)
+        for pool in (one_by_one, at_once):
+            pool.release(first.slots, now)
+            assert pool.check() == []
+        assert at_once.places(sorted(tree)) == one_by_one.places(sorted(tree))
+        for name in at_once.entries():
+            at = at_once.slot(name)
+            assert at is not None
+            assert list(at_once.children(at)) == list(one_by_one.children(at))
+        for name in rng.sample(sorted(at_once.entries()), min(at_once.ready, 6)) if turn % 3 == 2 else ():
+            for pool in (one_by_one, at_once):  # some go, and may leave orphans
+                gone = pool.slot(name)
+                assert gone is not None
+                pool.retire(gone, evicted=False)
+                pool.release([gone], now)
+    assert at_once.victims(at_once.ready, 20.0) == one_by_one.victims(one_by_one.ready, 20.0)
+
+
+def test_what_is_evicted_is_named_and_its_slots_are_free() -> None:
+    pool = make_pool(8)
+    slots = put(pool, names("a", 6))
+    pool.acquire(slots[:1])
+    assert pool.evict(6, 1.0) is None
+    assert pool.evict(2, 1.0) == [entry("a5"), entry("a4")]
+    assert pool.counts() == {"free": 4, "writing": 0, "ready": 4, "retiring": 0}
+    assert pool.check() == []
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_pool_that_adopts_all_at_once_is_one_that_committed_each(seed: int) -> None:
     """Trees, heads, orphans whose parent is gone and an entry that names itself, in any order and in any slots."""

@@ -32,6 +32,7 @@ __all__ = [
     "AttentionKernels",
     "Effective",
     "EngineSettings",
+    "GateMode",
     "KvDtype",
     "LoadFormat",
     "LogLevel",
@@ -116,6 +117,13 @@ class AttentionKernels(enum.Enum):
     TORCH = "torch"
     TRITON = "triton"
     FLASHINFER = "flashinfer"
+
+
+class GateMode(enum.Enum):
+    """Whether blocks are loaded only where that is faster than computing them."""
+
+    ON = "on"
+    OFF = "off"
 
 
 class LogLevel(enum.Enum):
@@ -232,6 +240,9 @@ class StoreSettings:
     """What all tiers share."""
 
     deadline: Seconds = _setting(Seconds(2.0), "longest wait of a request for blocks on their way from a lower tier")
+    gate: GateMode = _setting(
+        GateMode.ON, "load blocks only where that is faster than computing them, as measured; off: load every hit"
+    )
     transfer_threads: int = _setting(4, "threads that move blocks between tiers", at_least=1)
     codec: StoreCodec = _setting(
         StoreCodec.RAW, "how blocks are kept below HBM; fp8 and int8 halve them and are lossy: hits are then not exact"

@@ -151,6 +151,34 @@ class TierMetrics(_Recorder):
             self._metrics.blocks.labels(self.tier, state).set(count)
 
 
+class GateMetrics(_Recorder):
+    """What the gate counts. Safe from any thread."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(metrics.faults)
+        self._metrics = metrics
+
+    @_never_raises
+    def decided(self, tier: str, verdict: str, tokens: int) -> None:
+        """A run of blocks was ``admitted`` or ``declined``, or is ``tried``: loaded, or read in the background, to learn."""
+        _checked(tokens)
+        self._metrics.gate_runs.labels(tier, verdict).inc()
+        self._metrics.gate_tokens.labels(tier, verdict).inc(tokens)
+
+    @_never_raises
+    def fitted(self, tier: str, t0: float, bandwidth: float) -> None:
+        """What loads from a tier take now: seconds, and bytes per second."""
+        _checked(t0, bandwidth)
+        self._metrics.gate_t0.labels(tier).set(t0)
+        self._metrics.gate_bandwidth.labels(tier).set(bandwidth)
+
+    @_never_raises
+    def prefill(self, seconds: float) -> None:
+        """What computing a token takes now."""
+        _checked(seconds)
+        self._metrics.gate_prefill_seconds.set(seconds)
+
+
 class EngineMetrics(_Recorder):
     """What the engine counts. Safe from any thread."""
 
@@ -236,6 +264,16 @@ class Metrics:
             "kvtier_tier_transfer_seconds", "Time of one batch, queueing excluded", _TRANSFER_SECONDS, "tier", "verb"
         )
 
+        self.gate_runs = self._counter(
+            "kvtier_gate_runs", "Runs of blocks by verdict: admitted, declined, tried", "tier", "verdict"
+        )
+        self.gate_tokens = self._counter(
+            "kvtier_gate_tokens", "Tokens of those runs; declined ones are computed on purpose", "tier", "verdict"
+        )
+        self.gate_t0 = self._gauge("kvtier_gate_t0_seconds", "Fitted: time of a load before its first byte", "tier")
+        self.gate_bandwidth = self._gauge("kvtier_gate_bandwidth_bytes", "Fitted: bytes per second of a load", "tier")
+        self.gate_prefill_seconds = self._gauge("kvtier_gate_prefill_token_seconds", "Fitted: time to compute a token")
+
         self.requests = self._counter("kvtier_requests", "Requests that ended, by outcome", "outcome")
         self.requests_running = self._gauge("kvtier_requests_running", "Requests that run now")
         self.requests_waiting = self._gauge("kvtier_requests_waiting", "Requests that wait now")
@@ -251,6 +289,7 @@ class Metrics:
             "kvtier_inter_token_seconds", "From one token of a request to its next", _STEP_SECONDS
         )
         self.engine = EngineMetrics(self)
+        self.gate = GateMetrics(self)
         self._tiers: dict[str, TierMetrics] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -271,6 +271,18 @@ class Store(ABC):
     def health(self) -> dict[str, str]:
         """Tier name to ``ok`` or ``degraded: <why>``."""
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine computed ``tokens`` in one step: what loading is compared with. Any thread."""
+        del tokens, seconds
+
+    def demotes(self, blocks: int, unsaved: int) -> bool:
+        """Whether a sequence that has to give up its slots is better saved and loaded again than computed again.
+
+        It has ``blocks``, of which ``unsaved`` would have to be saved first.
+        """
+        del blocks, unsaved
+        return False
+
     def notes(self) -> Sequence[str]:
         """What is worth knowing although nothing is wrong."""
         return ()

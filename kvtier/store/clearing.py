@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.abc.store import Cleared, ClearedTier, Reason, Selection
+from kvtier.cost import DRAM
 from kvtier.errors import RequestError
 from kvtier.key import Adapter, Address, Identity, Lot, Origin, adapter_id
 from kvtier.metrics import TierMetrics
@@ -21,7 +22,6 @@ from kvtier.store.demotion import Demoter
 from kvtier.store.epochs import Epochs
 from kvtier.store.geometry import Geometry
 from kvtier.store.history import History
-from kvtier.store.promotion import DRAM
 from kvtier.store.records import ScopeRecord, Scopes, fields_of
 from kvtier.tier.lower import LowerTier
 from kvtier.transfer.workers import Urgency

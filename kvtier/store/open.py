@@ -11,15 +11,14 @@ from kvtier import policy
 from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMedium, SlotMedium
 from kvtier.codec.catalogue import codec_named, keeping, lossy_codec
 from kvtier.codec.seal import Sealer
-from kvtier.config import StoreSettings, WriteMode
-from kvtier.cost import Gate, OpenGate
+from kvtier.config import GateMode, StoreSettings, WriteMode
+from kvtier.cost import DRAM, FittedGate, Gate, OpenGate
 from kvtier.errors import ConfigError, MediumUnavailable
 from kvtier.key import Identity, Shard
 from kvtier.metrics import Metrics
 from kvtier.registry import TierPlan, plan_tier
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
-from kvtier.store.promotion import DRAM
 from kvtier.store.records import identity_text
 from kvtier.store.store import TieredStore
 from kvtier.tier.key import KeyTier
@@ -92,7 +91,7 @@ def open_store(
             metrics.tier(DRAM),
             lower,
             workers[-1],
-            gate or OpenGate(),
+            gate or (FittedGate(metrics.gate) if settings.gate is GateMode.ON else OpenGate()),
             lock,
             identity=identity,
             verify=plans[0].options.verify,

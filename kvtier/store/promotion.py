@@ -14,19 +14,18 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import groupby, takewhile
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import WriteMode
-from kvtier.cost import Gate
+from kvtier.cost import DRAM, Gate, Run
 from kvtier.key import Address, Span
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
@@ -46,7 +45,23 @@ BATCH_BYTES = 16 << 20
 """Bytes of one read from a lower tier: large enough for bandwidth, small enough that the first arrive early."""
 LINE_SECONDS = 20.0
 """Longest wait behind other requests' leases: whoever computed instead would come after them all the same."""
-DRAM = "dram"
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one match reads from one tier, for the gate to learn from."""
+
+    tier: LowerTier
+    asked: float
+    """When it was asked for, in seconds of the store's clock."""
+    queued: int
+    """Bytes that the tier had to deliver before."""
+    trial: bool
+    """Whether nobody asked for it but the gate."""
+    batches: int = 0
+    """Reads that have not ended."""
+    blocks: int = 0
+    """Blocks that came and proved."""
 
 
 @dataclass(slots=True)
@@ -70,6 +85,11 @@ class Step:
 
 
 IN_DRAM = Step()
+
+
+def _source(step: Step) -> tuple[LowerTier | None, bool]:
+    """The tier that a block would come from (None: DRAM), and whether it is on its way already."""
+    return (step.tier, False) if step.arrival is None else (step.arrival.tier, True)
 
 
 def _answers(tier: LowerTier) -> bool:
@@ -122,6 +142,10 @@ class Promoter:
         self._deadline = deadline
         self._half = max(1, arena.pool.capacity // 2)
         self._batch = max(1, BATCH_BYTES // geometry.block_bytes)
+        self._queued = dict.fromkeys((tier.name for tier in tiers), 0)
+        """By tier: bytes that it was asked for and that have not come."""
+        self._tried: set[str] = set()
+        """Tiers that lost and are being tried now."""
         self._line: OrderedDict[str, TieredMatch] = OrderedDict()
         self._moving = False
         self._hit = {name: BlockFound(Found.HIT, name) for name in [DRAM, *(tier.name for tier in tiers)]}
@@ -209,7 +233,10 @@ class Promoter:
         """What DRAM has is given to a match that has waited in vain, for room or for an answer."""
         places = self._arena.pool.places(match.addresses[match.start :])
         known = list(takewhile(lambda slot: slot is not None, places))[: max(0, self._half - self.reserved)]
-        steps, _ = self._gated(Walk([IN_DRAM] * len(known), known, None))
+        steps: list[Step] = [IN_DRAM] * len(known)
+        runs, kept = self._judged(match, steps)
+        steps = steps[: self._length(runs[:kept])] if kept < len(runs) else steps
+        self._gate.decided(runs, kept, ())
         match.slots = {index: slot for index, slot in enumerate(known[: len(steps)]) if slot is not None}
         match.found[: len(steps)] = [self._hit[DRAM]] * len(steps)
         match.reserved = len(steps)
@@ -285,7 +312,11 @@ class Promoter:
 
     def _reserve(self, match: TieredMatch, walk: Walk) -> None:
         """Take every slot that the match will load from or read into, or let it wait: for its turn, or for a demotion."""
-        steps, end = self._gated(walk)
+        runs, kept = self._judged(match, walk.steps)
+        steps, end = walk.steps, walk.end
+        if kept < len(runs):
+            steps = steps[: self._length(runs[:kept])]
+            end = missed(Reason.BELOW_BREAK_EVEN, runs[kept].tier)
         if steps and (len(steps) > self._half - self.reserved or not self._is_first(match)):
             if self.reserved or not self._is_first(match):
                 if match.request_id not in self._line:
@@ -319,43 +350,96 @@ class Promoter:
         for index in held:
             match.found[index] = self._hit[DRAM]
         self._start(match, steps, slots)
+        for index in self._gate.decided(runs, kept, self._queued.keys() - self._tried):
+            self._try(match, walk.steps, self._length(runs[:index]), self._length(runs[index : index + 1]))
         if not match.awaited:
             self._settle(match)
 
-    def _gated(self, walk: Walk) -> tuple[list[Step], BlockFound | None]:
-        """Cut the walk before the first run of blocks that is not worth loading."""
-        index = 0
-        for tier, run in groupby(walk.steps, key=attrgetter("tier")):
-            name, count = tier.name if tier else DRAM, len(list(run))
-            if not self._gate.admits(name, count * self._geometry.block_bytes, count * self._geometry.block_tokens):
-                return walk.steps[:index], missed(Reason.BELOW_BREAK_EVEN, name)
-            index += count
-        return walk.steps, walk.end
+    def _judged(self, match: TieredMatch, steps: Sequence[Step]) -> tuple[list[Run], int]:
+        """The runs of a walk, and how many of the first are worth loading: all, where nobody waits for them."""
+        runs: list[Run] = []
+        if match.urgency is Urgency.PREFETCH:
+            return runs, 0
+        queued = dict(self._queued)
+        for (tier, arriving), blocks in groupby(steps, key=_source):
+            count, name = sum(1 for _ in blocks), tier.name if tier else DRAM
+            tokens, nbytes = count * self._geometry.block_tokens, count * self._geometry.block_bytes
+            runs.append(Run(name, tokens, nbytes, queued.pop(name, 0), arriving))
+        return runs, self._gate.keeps(runs)
+
+    def _length(self, runs: Sequence[Run]) -> int:
+        """Blocks of ``runs``."""
+        return sum(run.tokens for run in runs) // self._geometry.block_tokens
+
+    def _try(self, match: TieredMatch, steps: Sequence[Step], first: int, count: int) -> None:
+        """Read a run that was declined all the same, in the background: what its tier takes now."""
+        now = self._clock()
+        slots, gone = self._arena.take(min(count, self._half // 2), now)
+        self.note_gone(gone)
+        indexes = range(first, first + len(slots))
+        if not indexes:
+            return
+        for index, slot in zip(indexes, slots, strict=True):
+            tier = steps[index].tier
+            assert tier is not None, "only what lies below is tried in the background"
+            address = match.addresses[match.start + index]
+            self.arriving[address] = Arrival(address, slot, tier)
+            self._tried.add(tier.name)
+        self._send(match, steps, indexes, Urgency.PREFETCH, trial=True)
 
     def _start(self, match: TieredMatch, steps: Sequence[Step], slots: Sequence[Slot]) -> None:
         """Join what is on its way already, and send for the rest."""
         free = iter(slots)
-        batches: list[list[int]] = []
+        wanted: list[int] = []
         for index, step in [(index, step) for index, step in enumerate(steps) if step is not IN_DRAM]:
             arrival = step.arrival
             if step.tier is not None:
                 arrival = Arrival(match.addresses[match.start + index], next(free), step.tier)
                 self.arriving[arrival.address] = arrival
-                last = batches[-1] if batches else []
-                if not last or len(last) == self._batch or steps[last[-1]].tier is not step.tier:
-                    batches.append([])
-                batches[-1].append(index)
+                wanted.append(index)
             if arrival is not None:
                 arrival.waiting.append((match, index))
                 match.found[index] = self._coming[arrival.tier.name]
                 match.awaited += 1
-        for batch in batches:
-            asked = self._geometry.asked(match.span, [match.start + index for index in batch])
-            arrivals = [self.arriving[match.addresses[match.start + index]] for index in batch]
-            if not arrivals[0].tier.workers.submit(match.urgency, partial(self._fetch, arrivals, asked)):
-                self._arrive(arrivals, [Outcome(Status.FAILED, 0, "closed")] * len(arrivals), [None] * len(arrivals))
+        self._send(match, steps, wanted, match.urgency)
 
-    def _fetch(self, batch: Sequence[Arrival], asked: Sequence[Asked]) -> None:
+    def _send(
+        self, match: TieredMatch, steps: Sequence[Step], indexes: Iterable[int], urgency: Urgency, *, trial: bool = False
+    ) -> None:
+        """Have blocks read for which an arrival stands ready, in batches of one tier each."""
+        now = self._clock()
+        batches: list[list[int]] = []
+        for index in indexes:
+            last = batches[-1] if batches else []
+            if not last or len(last) == self._batch or steps[last[-1]].tier is not steps[index].tier:
+                batches.append([])
+            batches[-1].append(index)
+        readings: dict[str, Reading] = {}
+        jobs = []
+        for batch in batches:
+            arrivals = [self.arriving[match.addresses[match.start + index]] for index in batch]
+            tier = arrivals[0].tier
+            reading = readings.setdefault(tier.name, Reading(tier, now, self._queued[tier.name], trial))
+            reading.batches += 1
+            jobs.append((arrivals, self._geometry.asked(match.span, [match.start + index for index in batch]), reading))
+        for arrivals, asked, reading in jobs:
+            self._queued[reading.tier.name] += len(arrivals) * self._geometry.block_bytes
+            if not reading.tier.workers.submit(urgency, partial(self._fetch, arrivals, asked, reading)):
+                closed = [Outcome(Status.FAILED, 0, "closed")] * len(arrivals)
+                self._arrive(arrivals, closed, [None] * len(arrivals), reading)
+
+    def _read(self, reading: Reading, outcomes: Sequence[Outcome]) -> None:
+        """One batch of a reading has ended; with the last the gate learns what it took."""
+        name, nbytes = reading.tier.name, self._geometry.block_bytes
+        self._queued[name] -= len(outcomes) * nbytes
+        reading.blocks += sum(outcome.done for outcome in outcomes)
+        reading.batches -= 1
+        if not reading.batches:
+            if reading.trial:
+                self._tried.discard(name)
+            self._gate.observe_load(name, reading.blocks * nbytes, self._clock() - reading.asked, reading.queued)
+
+    def _fetch(self, batch: Sequence[Arrival], asked: Sequence[Asked], reading: Reading) -> None:
         """On a transfer thread, without the lock."""
         began = time.perf_counter()
         for match in {id(match): match for arrival in batch for match, _ in arrival.waiting}.values():
@@ -363,11 +447,16 @@ class Promoter:
         views = [self._arena.view(arrival.slot) for arrival in batch]
         outcomes, headers = batch[0].tier.fetch([arrival.address for arrival in batch], views, asked)
         with self._lock:
-            self._arrive(batch, outcomes, headers)
+            self._arrive(batch, outcomes, headers, reading)
 
     def _arrive(
-        self, batch: Sequence[Arrival], outcomes: Sequence[Outcome], headers: Sequence[FrameHeader | None]
+        self,
+        batch: Sequence[Arrival],
+        outcomes: Sequence[Outcome],
+        headers: Sequence[FrameHeader | None],
+        reading: Reading,
     ) -> None:
+        self._read(reading, outcomes)
         ended: dict[int, TieredMatch] = {}
         for arrival, outcome, header in reversed(list(zip(batch, outcomes, headers, strict=True))):
             if self.arriving.get(arrival.address) is arrival:

@@ -33,7 +33,7 @@ from kvtier.abc.store import (
 )
 from kvtier.codec.frame import FrameHeader
 from kvtier.config import Verify
-from kvtier.cost import Gate
+from kvtier.cost import DRAM, Gate
 from kvtier.errors import MediumError
 from kvtier.key import Adapter, Address, Identity, Span
 from kvtier.metrics import TierMetrics
@@ -47,7 +47,7 @@ from kvtier.store.geometry import Geometry
 from kvtier.store.history import History, LoadTiming
 from kvtier.store.match import TieredMatch, missed
 from kvtier.store.notice import Notice
-from kvtier.store.promotion import DRAM, Promoter
+from kvtier.store.promotion import Promoter
 from kvtier.tier.lower import LowerTier, lot_of
 from kvtier.transfer.copy import load_blocks, save_blocks
 from kvtier.transfer.encoded import EncodedSlots
@@ -138,6 +138,7 @@ class TieredStore(Store):
         )
         self._saving: dict[Address, Slot] = {}
         self._loading: dict[int, Sequence[Slot]] = {}
+        self._gate = gate
         self._prefetches = 0
         self._recency_due = clock() + RECENCY_SECONDS
         self._closed = threading.Event()
@@ -187,6 +188,7 @@ class TieredStore(Store):
             slots = self._held_slots(match, len(into.slots))
             count = len(slots)
             self._arena.pool.acquire(slots)
+            asked, queued = self._clock(), sum(map(len, self._loading.values())) * self.geometry.block_bytes
             self._loading[id(future)] = slots
             self._promoter.release(match)
             proven = [self._always or self._random.random() < SAMPLE_SHARE for _ in slots]
@@ -204,10 +206,12 @@ class TieredStore(Store):
         def load() -> None:
             if not begun():
                 return
-            start = time.perf_counter()
+            start, idle = time.perf_counter(), 0.0
             try:
                 if after is not None:
+                    since = self._clock()
                     after.wait()
+                    idle = self._clock() - since  # the computation before it, not the load
                 outcomes = load_blocks(
                     self._arena.medium, slots, sums, self._seen(into.medium), into.slots[:count], workers=self._copier
                 )
@@ -219,6 +223,7 @@ class TieredStore(Store):
             timing = LoadTiming(done * self.geometry.block_bytes, end - (match.began or start))
             with self._lock:
                 self._history.time(match.request_id, timing)
+                self._gate.observe_load(DRAM, timing.nbytes, self._clock() - asked - idle, queued)
             future.set_result([*outcomes, *beyond])
 
         def closed() -> None:
@@ -327,6 +332,7 @@ class TieredStore(Store):
         try:
             if after is not None:
                 after.wait()
+            copying = self._clock()
             saved, sums = save_blocks(
                 self._seen(source.medium), source.slots, self._arena.medium, slots, workers=self._copier
             )
@@ -334,7 +340,10 @@ class TieredStore(Store):
             return _failed(len(slots), _said("save", failed)), []
         done = sum(outcome.done for outcome in saved)
         if done:
-            self._dram.written(done, done * self.geometry.block_bytes, time.perf_counter() - start)
+            nbytes = done * self.geometry.block_bytes
+            self._dram.written(done, nbytes, time.perf_counter() - start)
+            with self._lock:
+                self._gate.observe_save(nbytes, self._clock() - copying)
         return saved, sums
 
     def _headers(
@@ -404,6 +413,15 @@ class TieredStore(Store):
 
     def epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         return self._clearing.epoch(tenant, adapter)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        with self._lock:
+            self._gate.observe_prefill(tokens, seconds)
+
+    def demotes(self, blocks: int, unsaved: int) -> bool:
+        tokens, nbytes = self.geometry.block_tokens, self.geometry.block_bytes
+        with self._lock:
+            return self._gate.demotes(blocks * tokens, blocks * nbytes, unsaved * nbytes)
 
     def former_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int | None:
         return self._clearing.former_epoch(tenant, adapter)

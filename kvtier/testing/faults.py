@@ -95,6 +95,44 @@ class Slow(Fault):
             self._sleep(self._seconds)
 
 
+class Throttled(Fault):
+    """Calls take as long as on a slower device: seconds per call and per item, one after the other, whoever calls."""
+
+    SLACK = 0.002
+    """Seconds by which a sleep may have been too long; they are made up for with the next item."""
+
+    def __init__(
+        self,
+        each: float,
+        *ops: str,
+        call: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``call`` seconds for each of the calls ``ops`` (none named: all) and ``each`` for each of its items."""
+        self.each, self.call = each, call
+        self._ops, self._clock, self._sleep = ops, clock, sleep
+        self._lock = threading.Lock()
+        self._free = clock()
+
+    def before(self, op: str) -> None:
+        self._take(op, self.call)
+
+    def refusal(self, op: str, place: object) -> str | None:
+        self._take(op, self.each)
+        return None
+
+    def _take(self, op: str, seconds: float) -> None:
+        if not self.active or (self._ops and op not in self._ops) or not seconds:
+            return
+        with self._lock:
+            now = self._clock()
+            self._free = (self._free if now - self._free < self.SLACK else now) + seconds
+            left = self._free - now
+        if left > 0:
+            self._sleep(left)
+
+
 class Torn(Fault):
     """Writes keep only their first bytes and say that all is well, as a device that lost its power does."""
 

@@ -9,7 +9,6 @@ import pytest
 
 from kvtier.abc.store import Found, Hints, Reason, SlotRange
 from kvtier.config import WriteMode
-from kvtier.cost import LoadCost, StaticGate
 from kvtier.errors import MediumFull
 from kvtier.key import Address
 from kvtier.storage_backends.memory import MemoryMedium
@@ -242,17 +241,6 @@ def test_no_load_finds_nothing_and_says_so() -> None:
     bench.save(keys)
     assert bench.store.match("r", keys, hints=Hints(no_load=True)).hits == 0
     assert bench.store.explain("r")[0].reason is Reason.NO_LOAD
-
-
-def test_the_gate_declines_what_would_be_slower(tmp_path: Path) -> None:
-    gate = StaticGate({"nvme": LoadCost(1.0, 1e9)}, prefill_seconds_per_token=0.01)
-    bench = make_bench(nvme=tmp_path / "n", gate=gate)
-    bench.save(chain(1, 8))
-    bench.save(chain(2, 2))
-    bench.empty_dram()
-    assert bench.match(chain(2, 2), "short").hits == 0
-    assert bench.store.explain("short")[0].reason is Reason.BELOW_BREAK_EVEN
-    assert bench.match(chain(1, 8), "long").hits == 8
 
 
 def test_prefetch_brings_blocks_up_and_holds_nothing(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ __all__ = [
 
 T = TypeVar("T")
 PREFIX = "KVTIER_"
+HBM_BLOCKS = 1024
+"""Blocks of HBM where nobody says how many."""
 _NOT_SETTINGS = {"CONFIG", "REDIS_URL", "REQUIRE_ALL"}
 """Variables that are ours and are not settings: the file, and what demo, tests and benchmarks read."""
 _NAMES_ELSEWHERE = {
@@ -199,7 +201,9 @@ class EngineSettings:
     """The bundled engine."""
 
     model: str = _setting(
-        "SmolLM2-135M-Instruct", "model: a local folder or GGUF file, a hub id, or the bundled SmolLM2"
+        "SmolLM2-135M-Instruct",
+        "model: a local folder or GGUF file, a hub id, the bundled SmolLM2, or paced://llama-3-8b?gpu=h100&slow=1, which "
+        "computes nothing and takes the time of that GPU",
     )
     model_name: str | None = _setting(
         None, "name of the model in keys and in the API, where the folder's is not wanted"
@@ -214,7 +218,11 @@ class EngineSettings:
         KvDtype.AUTO, "what HBM slots hold; auto: the checkpoint's own 16-bit dtype, else bf16"
     )
     block_tokens: int = _setting(16, "tokens per block", at_least=1)
-    hbm_blocks: int = _setting(1024, "blocks that HBM (on a CPU: the engine's own memory) holds", at_least=2)
+    hbm_blocks: int | None = _setting(
+        None,
+        f"blocks that HBM (on a CPU: the engine's own memory) holds; none: {HBM_BLOCKS}, of a paced model less",
+        at_least=2,
+    )
     hbm_policy: str = _setting("lru", "eviction policy of HBM: lru or fifo")
     max_model_len: int | None = _setting(
         None, "longest sequence in tokens; none: what the model was made for", at_least=1

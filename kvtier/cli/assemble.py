@@ -17,13 +17,15 @@ except ImportError as error:
 from kvtier import policy
 from kvtier.abc.connector import KVConnector
 from kvtier.abc.medium import Medium
+from kvtier.cli.paced import is_paced, open_paced
 from kvtier.codec.catalogue import keeping
-from kvtier.config import EngineSettings, Settings, StoreCodec
+from kvtier.config import HBM_BLOCKS, EngineSettings, Settings, StoreCodec
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint
 from kvtier.engine.device import place
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.exactness import settle
-from kvtier.engine.model import TORCH_DTYPES, LlamaModel
+from kvtier.engine.model import TORCH_DTYPES, LlamaModel, Model
+from kvtier.engine.paced import byte_tokenizer
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.key import Identity
@@ -65,8 +67,10 @@ class Assembly:
         return {"hbm": "ok", **(self.store.health() if self.store is not None else {})}
 
     def notes(self) -> list[str]:
-        """What the store found worth knowing although nothing is wrong."""
-        return list(self.store.notes()) if self.store is not None else []
+        """What is worth knowing although nothing is wrong: what the store found, and how a paced model keeps its time."""
+        pace = self.engine.pace
+        found = list(self.store.notes()) if self.store is not None else []
+        return found if pace is None else [*found, pace.sentence()]
 
     def audit(self) -> list[str]:
         """Faults of what the store holds in memory, in words. From any thread."""
@@ -152,6 +156,8 @@ def open_engine(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     policy.check(settings.hbm_policy, "hbm_policy")
+    if is_paced(settings.model):
+        return _open_paced(settings, connect, metrics, codec)
     device = chosen_device(settings.device)
     if settings.recompute_sample and codec is not StoreCodec.RAW:
         raise ConfigError(
@@ -179,20 +185,44 @@ def open_engine(
         log.warning(
             "blocks below HBM are kept by a lossy codec (%s): what they give is near to a cold run", codec.value
         )
+    exact = exact and codec is StoreCodec.RAW
+    return _engine(settings, model, tokenizer_of(checkpoint), hbm, identity, connect, metrics, exact=exact)
+
+
+def _open_paced(
+    settings: EngineSettings, connect: Connect | None, metrics: Metrics | None, codec: StoreCodec
+) -> Engine:
+    paced = open_paced(settings, codec)
+    dtype = TORCH_DTYPES[paced.identity.kv_dtype]
+    hbm = _hbm(HbmMedium.allocate(paced.hbm_blocks, paced.slot_shape, dtype), settings)
+    return _engine(settings, paced.model, byte_tokenizer(), hbm, paced.identity, connect, metrics, exact=True)
+
+
+def _engine(
+    settings: EngineSettings,
+    model: Model,
+    tokenizer: Tokenizer | None,
+    hbm: Hbm,
+    identity: Identity,
+    connect: Connect | None,
+    metrics: Metrics | None,
+    *,
+    exact: bool,
+) -> Engine:
     return Engine(
         model,
-        tokenizer_of(checkpoint),
+        tokenizer,
         hbm.medium,
         hbm.medium.tensor,
         hbm.pool,
         identity,
         EngineConfig(
             Limits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.longest_prefix_first),
-            max_length=settings.max_model_len or checkpoint.config.max_positions,
+            max_length=settings.max_model_len or model.config.max_positions,
             prefix_cache=settings.prefix_cache,
             seed=settings.seed,
             recompute_sample=settings.recompute_sample,
-            exact=exact and codec is StoreCodec.RAW,
+            exact=exact,
         ),
         connect(identity, hbm) if connect is not None else None,
         metrics.engine if metrics is not None else None,
@@ -218,8 +248,12 @@ def allocate_hbm(checkpoint: Checkpoint, settings: EngineSettings, device: torch
     config = checkpoint.config
     dtype = TORCH_DTYPES[effective_kv_dtype(config, settings.kv_dtype.value)]
     shape = (config.layers, 2, settings.block_tokens, config.kv_heads, config.head_dim)
-    medium = HbmMedium.allocate(settings.hbm_blocks, shape, dtype, device or "cpu")
-    return Hbm(medium, BlockPool(settings.hbm_blocks, policy.make(settings.hbm_policy, settings.hbm_blocks)))
+    blocks = settings.hbm_blocks or HBM_BLOCKS
+    return _hbm(HbmMedium.allocate(blocks, shape, dtype, device or "cpu"), settings)
+
+
+def _hbm(medium: HbmMedium, settings: EngineSettings) -> Hbm:
+    return Hbm(medium, BlockPool(medium.slots, policy.make(settings.hbm_policy, medium.slots)))
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:

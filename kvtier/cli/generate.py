@@ -91,6 +91,8 @@ def _serve(engine: Engine, request: Request) -> None:
         for index, text in enumerate(texts):
             print(f"--- {index}\n{text}")
     print(_summary(stats), file=sys.stderr)
+    if engine.pace is not None:
+        print(engine.pace.sentence(), file=sys.stderr)
 
 
 def _summary(stats: RequestStats) -> str:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from kvtier.key import BlockKey
 
 STRIDE = 512
 """Tokens of K and V that the kernel takes at a time."""
@@ -43,6 +45,10 @@ class Chunk:
     """The block table: the HBM slot of each logical block, enough for ``start + len(tokens)`` tokens; more is fine."""
     logits: Literal["none", "last", "all"] = "last"
     """Rows of logits wanted: ``none``, of the ``last`` new token, or of ``all`` of them."""
+    keys: Sequence[BlockKey] = field(default=(), compare=False)
+    """Names of the table's full blocks, for a model that makes K and V from them; empty where nobody gave any."""
+    loaded: int = 0
+    """How many blocks right before ``start`` arrive from below during this step."""
 
     @property
     def end(self) -> int:

@@ -23,14 +23,14 @@ from kvtier.abc.medium import SlotMedium
 from kvtier.engine.attention import Chunk
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import ASK_SECONDS, Exchange
-from kvtier.engine.model import LlamaModel, StepBatch
+from kvtier.engine.model import Model, StepBatch
 from kvtier.engine.recheck import Rechecker
 from kvtier.engine.request import Completion, FinishReason, Output, Request, RequestStats
 from kvtier.engine.sampler import Logprob, logprobs, sample
 from kvtier.engine.scheduler import Limits, Schedule, Scheduler, Work
 from kvtier.engine.sequence import Chain, Group, Sequence
 from kvtier.engine.stop import StopMatcher
-from kvtier.engine.tally import StepTimes, Tally
+from kvtier.engine.tally import Pace, StepTimes, Tally
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import RequestError
 from kvtier.key import Identity, Origin, Scope, root_key
@@ -69,7 +69,7 @@ class Engine:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         tokenizer: Tokenizer | None,
         hbm: SlotMedium,
         kv: torch.Tensor,
@@ -122,6 +122,11 @@ class Engine:
     @property
     def open_requests(self) -> int:
         return len(self._groups)
+
+    @property
+    def pace(self) -> Pace | None:
+        """How a paced model has kept its time; None for any other."""
+        return self._model.pace
 
     @property
     def cache_fault(self) -> str | None:
@@ -191,14 +196,17 @@ class Engine:
             self._kv[target].copy_(self._kv[source])
         self._exchange.start_loads(plan)
         work = list(schedule.work.values())
+        batch = _batch(work)
         logits = self._model.forward(
-            _batch(work),
+            batch,
             self._kv,
             before_layer=self._exchange.wait_for_layer if plan.loads else None,
             after_layer=self._exchange.layer_written if self._exchange.active else None,
         )
         written = self._hbm.fence()
         failed = self._exchange.failed(plan, frozenset(slot for each in work for slot in each.loaded))
+        spoilt = self._model.wrong_loads(batch, self._kv, failed)
+        failed |= spoilt
         wrong = self._judge(schedule, failed)
         computed = time.perf_counter()
         self.times.forward += computed - planned
@@ -206,6 +214,7 @@ class Engine:
             if schedule.recheck is not None and wrong is not None:
                 self._scheduler.drop(schedule.recheck.sequence, wrong, schedule)
             outputs += self._note(work, schedule, logits, failed)
+            outputs += self._end_spoilt(work, spoilt)
             plan = self._exchange.plan()
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
         self._exchange.start_saves(plan, written)
@@ -323,6 +332,15 @@ class Engine:
         _log.error("%s got no slot for %.0f s: saves hold them and do not end", sequence.id, self.config.stall_seconds)
         return [self._end(sequence, FinishReason.ERROR)]
 
+    def _end_spoilt(self, work: list[Work], spoilt: frozenset[int]) -> list[Output]:
+        """End the requests whose model has found what was loaded for them to be wrong: no tier may give such bytes."""
+        outputs: list[Output] = []
+        for each in work if spoilt else ():
+            if not spoilt.isdisjoint(each.loaded):
+                _log.error("request %s was given a wrong block by the cache", each.sequence.id)
+                outputs.append(self._end(each.sequence, FinishReason.ERROR))
+        return outputs
+
     def _note(self, work: list[Work], schedule: Schedule, logits: torch.Tensor, failed: frozenset[int]) -> list[Output]:
         """Advance every sequence of the step; choose the next token where the last one was reached and nothing failed."""
         chosen: list[tuple[Sequence, int]] = []
@@ -414,7 +432,7 @@ class Engine:
 
 def _rechecker(
     config: EngineConfig,
-    model: LlamaModel,
+    model: Model,
     kv: torch.Tensor,
     pool: BlockPool,
     tally: Tally,
@@ -428,6 +446,8 @@ def _rechecker(
 
 
 def _batch(work: list[Work]) -> StepBatch:
+    for each in work:
+        each.sequence.chain.extend(each.sequence.tokens)
     return StepBatch(
         tuple(
             Chunk(
@@ -435,6 +455,8 @@ def _batch(work: list[Work]) -> StepBatch:
                 each.start,
                 each.sequence.slots,
                 "last" if each.samples else "none",
+                each.sequence.chain.keys,
+                len(each.loaded),
             )
             for each in work
         )

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from kvtier.engine.attention import Chunk
 from kvtier.engine.device import Placement
 from kvtier.engine.linear import LEAST_ROWS, Linear
 from kvtier.engine.rope import RopeTable, paired, rotate
+from kvtier.engine.tally import Pace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Torch's names for the dtypes that HBM slots may hold."""
@@ -58,6 +60,45 @@ class StepBatch:
         )
 
 
+class Bounds(Protocol):
+    """What an engine asks of a model's config."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+
+class Model(Protocol):
+    """What runs an engine's steps."""
+
+    @property
+    def config(self) -> Bounds: ...
+    @property
+    def pace(self) -> Pace | None:
+        """How it keeps its time; None where its steps take what they take."""
+        ...
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        before_layer: LayerHook | None = None,
+        after_layer: LayerHook | None = None,
+    ) -> torch.Tensor:
+        """As `LlamaModel.forward`."""
+        ...
+
+    def wrong_loads(self, batch: StepBatch, kv: torch.Tensor, failed: frozenset[int]) -> frozenset[int]:
+        """Slots that the step of ``batch`` has loaded with other bytes than the model makes, as far as it can tell.
+
+        ``failed`` are those whose loads are known to have failed. A request that rests on a wrong slot is ended.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Projections; those that follow a norm carry its weight."""
@@ -73,6 +114,9 @@ class _Layer:
 
 class LlamaModel:
     """A Llama-family model. `forward` belongs to one thread; everything else is constant after construction."""
+
+    pace: Pace | None = None
+    """Its steps take what they take."""
 
     def __init__(
         self,
@@ -159,6 +203,10 @@ class LlamaModel:
             gate, up = layer.gate_up(self._normed(hidden)).chunk(2, dim=-1)
             hidden += layer.down(F.silu(gate).mul_(up))
         return self._head(self._normed(hidden))[: len(rows)]
+
+    def wrong_loads(self, batch: StepBatch, kv: torch.Tensor, failed: frozenset[int]) -> frozenset[int]:
+        """None: numbers do not tell whose they are."""
+        return frozenset()
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm but for its weight. The squares are summed in one pass; ``F.rms_norm`` writes them down first."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.engine.attention import Chunk
-from kvtier.engine.model import LlamaModel, StepBatch
+from kvtier.engine.model import Model, StepBatch
 from kvtier.engine.sequence import Sequence
 from kvtier.engine.tally import Tally
 from kvtier.pool import Slot
@@ -51,7 +51,7 @@ class Recheck:
 class Rechecker:
     """Draws loads, and judges the block that it chose of each. Belongs to the thread that runs steps."""
 
-    def __init__(self, share: float, seed: int, model: LlamaModel, kv: torch.Tensor, spare: Slot, tally: Tally) -> None:
+    def __init__(self, share: float, seed: int, model: Model, kv: torch.Tensor, spare: Slot, tally: Tally) -> None:
         """``share`` of loads, 0 to 1; ``spare`` is a slot of ``kv`` that nobody else writes or reads."""
         self.spare = spare
         self._share = share

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvtier.engine.request import FinishReason, RequestStats
 from kvtier.metrics import EngineMetrics
 
+LATE_SHARE = 0.01
+"""With more late steps than this share a run does not say what it was made to say."""
+
 
 @dataclass(slots=True)
 class StepTimes:
@@ -29,6 +32,33 @@ class StepTimes:
     def clear(self) -> None:
         self.steps = self.tokens = 0
         self.plan = self.forward = self.sample = self.note = 0.0
+
+
+@dataclass(slots=True)
+class Pace:
+    """How steps that are to last a given time have kept it, and what was found in blocks that were loaded."""
+
+    steps: int = 0
+    late_steps: int = 0
+    filled_blocks: int = 0
+    checked_blocks: int = 0
+    """Loaded blocks that were looked at."""
+    wrong_loads: int = 0
+    """Loaded blocks that held other bytes than their key says."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the machine kept the pace: not more than 1 % of the steps were late."""
+        return self.late_steps <= LATE_SHARE * self.steps
+
+    def sentence(self) -> str:
+        verdict = (
+            "the pace was kept" if self.valid else "invalid: this machine cannot keep the pace, choose a larger slow"
+        )
+        return (
+            f"paced: {self.late_steps} of {self.steps} steps were late ({verdict}); {self.filled_blocks} blocks filled, "
+            f"{self.checked_blocks} loaded ones checked, {self.wrong_loads} wrong"
+        )
 
 
 class Tally:

@@ -286,7 +286,8 @@ def shape_of(name: str, raw: Config, kv_dtype: str) -> ModelShape:
         raise ModelError(f"{name}: {wrong}") from None
     qk_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim") if mla else head_dim
     v_dim = fields.integer("v_head_dim") if mla else head_dim
-    embedding = fields.integer("vocab_size") * hidden
+    vocab = fields.integer("vocab_size")
+    embedding = vocab * hidden
     attention = _mla_weights(fields, hidden, heads) if mla else _attention_weights(fields, groups[0], hidden, heads)
     experts = fields.integer("n_routed_experts", "num_local_experts", "num_experts", default=0)
     routed_to = fields.integer("num_experts_per_tok") if experts else 0
@@ -310,6 +311,7 @@ def shape_of(name: str, raw: Config, kv_dtype: str) -> ModelShape:
         qk_dim=qk_dim,
         v_dim=v_dim,
         max_positions=fields.integer("max_position_embeddings", "n_positions", default=2048),
+        vocab=vocab,
         experts=experts,
         experts_per_token=routed_to,
         weight_bytes_each=1.0 if _is_fp8(raw) else 2.0,

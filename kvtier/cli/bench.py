@@ -10,6 +10,7 @@ from kvtier.cli.main import Command, add_commands
 
 BENCHES = {
     "tiers": "bandwidth and latency of each configured tier, beside the limit of this machine",
+    "serve": "load on any OpenAI-compatible server: latency percentiles, throughput, goodput",
 }
 """Measurement -> its line in ``kvtier bench --help``."""
 

@@ -138,6 +138,18 @@ class TierMetrics(_Recorder):
         self._metrics.leased_blocks.labels(self.tier).set(blocks)
 
     @_never_raises
+    def pins_refused(self, blocks: int) -> None:
+        """Blocks were to be pinned beyond the share of the tier that pins may take."""
+        _checked(blocks)
+        self._metrics.pins_refused.labels(self.tier).inc(blocks)
+
+    @_never_raises
+    def pinned(self, blocks: int) -> None:
+        """Blocks that are pinned now."""
+        _checked(blocks)
+        self._metrics.pinned_blocks.labels(self.tier).set(blocks)
+
+    @_never_raises
     def set_degraded(self, degraded: bool) -> None:
         """Whether the tier is out of use for now."""
         self._metrics.degraded.labels(self.tier).set(int(degraded))
@@ -258,6 +270,10 @@ class Metrics:
         self.queue_depth = self._gauge("kvtier_tier_queue_depth", "Transfers waiting for a thread", "tier", "kind")
         self.matches = self._gauge("kvtier_tier_matches", "Matches that are live", "tier")
         self.leased_blocks = self._gauge("kvtier_tier_leased_blocks", "Blocks that matches hold or wait for", "tier")
+        self.pins_refused = self._counter(
+            "kvtier_tier_pins_refused", "Blocks not pinned because pins have their share of the tier", "tier"
+        )
+        self.pinned_blocks = self._gauge("kvtier_tier_pinned_blocks", "Blocks that are pinned", "tier")
         self.degraded = self._gauge("kvtier_tier_degraded", "1 while the tier is out of use", "tier")
         self.blocks = self._gauge("kvtier_tier_blocks", "Slots by state; their sum is the capacity", "tier", "state")
         self.transfer_seconds = self._histogram(

@@ -80,7 +80,13 @@ class BlockCache:
             addresses, now = sequence.chain.addresses, self._clock()
             for index in range(full - 1, sequence.committed - 1, -1):
                 parent = addresses[index - 1] if index else None
-                meta = EntryMeta(parent, index, self._block_bytes, tenant=sequence.chain.origin.tenant)
+                meta = EntryMeta(
+                    parent,
+                    index,
+                    self._block_bytes,
+                    priority=sequence.hints.priority,
+                    tenant=sequence.chain.origin.tenant,
+                )
                 self.pool.commit(sequence.slots[index], addresses[index], meta, now)
         sequence.committed = full
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from kvtier.abc.connector import Finished, KVConnector, StepPlan
 from kvtier.abc.medium import SlotMedium
-from kvtier.abc.store import Fence, Reason
+from kvtier.abc.store import Fence, Hints, Reason
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.sequence import Sequence as TokenSequence
 from kvtier.key import Scope, Span
@@ -25,6 +26,20 @@ U = TypeVar("U")
 
 ASK_SECONDS = 30.0
 """A connector that answers "ask later" for longer is not asked again for that request: its tokens are computed."""
+
+
+def _with_what_is_left(hints: Hints, waited: float) -> Hints:
+    """The hints of a request that has waited for an earlier match already: its patience is for all of them together."""
+    if hints.max_wait_ms is None or not waited:
+        return hints
+    return replace(hints, max_wait_ms=max(0.0, hints.max_wait_ms - waited * 1000))
+
+
+def _of_generated(hints: Hints) -> Hints:
+    """What holds for blocks with generated tokens in them: pins are for prompts."""
+    if hints.store_generated and not hints.pin_seconds:
+        return hints
+    return replace(hints, pin_seconds=0.0, no_store=hints.no_store or not hints.store_generated)
 
 
 class Exchange:
@@ -102,13 +117,14 @@ class Exchange:
         if self._starts.setdefault(sequence.id, computed_blocks) != computed_blocks:
             self._guarded(lambda c: c.scheduler.update_state_after_alloc(sequence.id, (), 0), None)
             self._starts[sequence.id] = computed_blocks
+        now = self._clock()
+        hints = _with_what_is_left(sequence.hints, 0.0 if sequence.asked is None else now - sequence.asked)
         tokens: int | None = self._guarded(
-            lambda c: c.scheduler.get_num_new_matched_tokens(sequence.id, span, computed_blocks), 0
+            lambda c: c.scheduler.get_num_new_matched_tokens(sequence.id, span, computed_blocks, hints), 0
         )
         if tokens is None:
             if not room:
                 return 0
-            now = self._clock()
             sequence.asked = now if sequence.asked is None else sequence.asked
             if now - sequence.asked < self._ask_seconds:
                 return None
@@ -128,14 +144,23 @@ class Exchange:
 
     def offer(self, sequence: TokenSequence) -> None:
         """Offer the blocks that ``sequence`` has filled and that nobody has taken yet; what is taken stays held."""
-        start, stop = sequence.offered, sequence.committed
-        if start >= stop:
+        stop = sequence.committed
+        if sequence.offered >= stop:
             return
         if not self.active:
             sequence.offered = stop
             return
+        hints, generated = sequence.hints, _of_generated(sequence.hints)
+        prompt = stop if generated is hints else min(sequence.prompt_blocks, stop)
+        if sequence.offered < prompt:
+            self._offer(sequence, prompt, hints)
+        if prompt <= sequence.offered < stop:
+            self._offer(sequence, stop, generated)
+
+    def _offer(self, sequence: TokenSequence, stop: int, hints: Hints) -> None:
+        start = sequence.offered
         span, slots = sequence.chain.span(start, stop), sequence.slots[start:stop]
-        taken = self._guarded(lambda c: c.scheduler.offer(sequence.id, span, slots), 0)
+        taken = self._guarded(lambda c: c.scheduler.offer(sequence.id, span, slots, hints), 0)
         taken = max(0, min(taken, len(slots)))
         fresh = [slot for slot in slots[:taken] if (sequence.id, slot) not in self._held]
         self._cache.share(fresh)

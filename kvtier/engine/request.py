@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvtier.abc.store import NO_HINTS, Hints
 from kvtier.engine.sampler import Logprob, SamplingParams
 
 
@@ -37,6 +38,8 @@ class Request:
     """Cache salt: requests share blocks only where their salts are equal. None is not the empty string."""
     tenant: bytes | None = None
     """The tenant's secret, which separates its blocks from all others."""
+    hints: Hints = NO_HINTS
+    """What is asked of the tiers below HBM for this request's blocks."""
     capture_logits: bool = False
     """Keep the logits that the first token was chosen from, for exactness checks."""
 

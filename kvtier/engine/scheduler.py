@@ -256,7 +256,7 @@ class Scheduler:
         self._exchange.allocated(sequence, loaded)
         sequence.slots = [*hits, *fresh]
         sequence.computed, sequence.committed = start, len(hits)
-        known = len(hits) + loadable
+        known = 0 if sequence.hints.pin_seconds else len(hits) + loadable  # what is to be pinned has to be below
         sequence.offered = min(sequence.offered, known) if sequence.admitted else known
         self._note_admission(sequence, len(hits) * cache.block_tokens, start)
         self.waiting.remove(sequence)

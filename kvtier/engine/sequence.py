@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvtier.abc.store import Hints
 from kvtier.engine.request import FinishReason, Request, RequestStats
 from kvtier.engine.sampler import Draw, continuation_seed
 from kvtier.engine.stop import StopMatcher
@@ -101,6 +102,15 @@ class Sequence:
     def id(self) -> str:
         """What the connector knows this continuation by."""
         return self.group.request.id if self.index == 0 else f"{self.group.request.id}/{self.index}"
+
+    @property
+    def hints(self) -> Hints:
+        return self.group.request.hints
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Leading blocks that hold nothing but the prompt."""
+        return len(self.group.request.prompt) // self.chain.block_tokens
 
     @property
     def seats(self) -> int:

@@ -13,12 +13,20 @@ from kvtier.codec.frame import FrameHeader
 from kvtier.key import Address, Lot, address
 from kvtier.pool import BlockPool, Slot
 from kvtier.store.headers import HeaderTable
+from kvtier.tier.pins import Pins
 
 
-def entry_meta(header: FrameHeader) -> EntryMeta:
+def entry_meta(header: FrameHeader, priority: int = 0) -> EntryMeta:
     """What a policy may know of a block."""
     parent = address(header.parent, header.shard) if header.depth else None
-    return EntryMeta(parent, header.depth, header.raw_bytes, expires_at=header.expires_at, tenant=header.tenant)
+    return EntryMeta(
+        parent,
+        header.depth,
+        header.raw_bytes,
+        priority=priority,
+        expires_at=header.expires_at,
+        tenant=header.tenant,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,9 @@ class Arena:
         """Per slot a bit per lower tier that is still to be offered, or is being written."""
         self.below = bytearray(medium.slots)
         """Per slot a bit per lower tier that took it."""
+        self.pins = Pins(medium.slots)
+        self.priorities: dict[Slot, int] = {}
+        """Of blocks that have another than 0: tiers below are told."""
         self._quarantined: list[Slot] = []
         self._most_quarantined = max(1, medium.slots // 100)
 
@@ -51,7 +62,9 @@ class Arena:
 
     def take(self, count: int, now: float) -> tuple[list[Slot], list[Gone]]:
         """Up to ``count`` WRITING slots: free ones, or those of clean victims. Never waits for a demotion."""
-        victims = self.pool.victims(max(0, count - self.pool.free), now, self.owed, fewer=True) or []
+        self.pins.expire(now)
+        keep = self.pins.over(self.owed)
+        victims = self.pool.victims(max(0, count - self.pool.free), now, keep, fewer=True) or []
         gone = [self.drop(slot, evicted=True) for slot in victims]
         self.pool.release(victims, now)
         allocation = self.pool.allocate(min(count, self.pool.free), now, evict=False)
@@ -60,18 +73,20 @@ class Arena:
 
     def has_room(self, count: int) -> bool:
         """Whether ``take`` would give ``count`` slots."""
-        return count <= self.pool.free or count <= self.pool.room(self.owed)
+        return count <= self.pool.free or count <= self.pool.room(self.pins.over(self.owed))
 
     def coldest_owing(self, count: int, now: float) -> list[Slot]:
         """Up to ``count`` slots that some lower tier is still to be offered, in the order in which they will want to go."""
         paid = bytearray((np.frombuffer(self.owed, np.uint8) == 0).tobytes())
         return self.pool.coldest(count, now, paid)
 
-    def show(self, slot: Slot, address: Address, header: FrameHeader, now: float) -> bool:
+    def show(self, slot: Slot, address: Address, header: FrameHeader, now: float, priority: int = 0) -> bool:
         """Commit a WRITING slot; False where the block is there already."""
-        meta = entry_meta(header)
+        meta = entry_meta(header, priority)
         if not self.pool.commit(slot, address, meta, now):
             return False
+        if priority:
+            self.priorities[slot] = priority
         above = None if meta.parent is None else self.pool.slot(meta.parent)
         self.headers.put(slot, header, meta.parent if above is None else self.pool.entry(above))
         for below in self.pool.children(slot):  # chains are shown tail first
@@ -84,6 +99,8 @@ class Arena:
         """Take a READY slot off the map, with one reference of the caller's to release."""
         gone = Gone(self.pool.retire(slot, evicted=evicted), self.below[slot] == 0)
         self.headers.drop(slot)
+        self.pins.drop(slot)
+        self.priorities.pop(slot, None)
         self.owed[slot] = 0
         return gone
 
@@ -110,7 +127,7 @@ class Arena:
 
     def check(self) -> list[str]:
         """Disagreements between the pool and what is known of its slots, in words."""
-        found = self.pool.check()
+        found = self.pool.check() + self.pins.check()
         for entry in self.pool.entries():
             slot = self.pool.slot(entry)
             assert slot is not None

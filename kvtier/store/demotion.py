@@ -97,7 +97,8 @@ class Outbox:
         header = self._arena.header(slot)
         address = self._arena.pool.entry(slot)
         assert address is not None
-        return Parcel(address, entry_meta(header), header, self._arena.view(slot))
+        meta = entry_meta(header, self._arena.priorities.get(slot, 0))
+        return Parcel(address, meta, header, self._arena.view(slot), self._arena.pins.until(slot))
 
     def _end(self, slots: Sequence[Slot], taken: Sequence[bool]) -> None:
         for slot, was_taken in zip(slots, taken, strict=True):

@@ -404,7 +404,13 @@ class Promoter:
         self._send(match, steps, wanted, match.urgency)
 
     def _send(
-        self, match: TieredMatch, steps: Sequence[Step], indexes: Iterable[int], urgency: Urgency, *, trial: bool = False
+        self,
+        match: TieredMatch,
+        steps: Sequence[Step],
+        indexes: Iterable[int],
+        urgency: Urgency,
+        *,
+        trial: bool = False,
     ) -> None:
         """Have blocks read for which an arrival stands ready, in batches of one tier each."""
         now = self._clock()
@@ -484,7 +490,8 @@ class Promoter:
         if header is not None and self._clearing.stale(lot_of(header)):
             return slot, missed(Reason.CLEARED)
         if outcome.done and header is not None:
-            if not self._arena.show(slot, address, header, self._clock()):
+            priority = max((match.hints.priority for match, _ in arrival.waiting), default=0)
+            if not self._arena.show(slot, address, header, self._clock(), priority):
                 there = self._arena.pool.slot(address)
                 assert there is not None, "the first copy is there"
                 return there, None
@@ -514,6 +521,8 @@ class Promoter:
         self.reserved += hits - match.reserved
         match.reserved = hits
         self._note_use(match.addresses[: match.start + hits])
+        if match.hints.pin_seconds:
+            self._pin(match.addresses[: match.start + hits], match.hints.pin_seconds)
         if match.urgency is Urgency.PREFETCH:
             self.release(match)
             return
@@ -536,6 +545,13 @@ class Promoter:
         for name, metrics in [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]:
             below -= given.get(name, 0)
             metrics.settled(given.get(name, 0), {**misses, **({Reason.BELOW: below} if below else {})})
+
+    def _pin(self, addresses: Sequence[Address], seconds: float) -> None:
+        now = self._clock()
+        places = [slot for slot in self._arena.pool.places(addresses) if slot is not None]
+        self._dram.pins_refused(self._arena.pins.pin(places, now + seconds, now))
+        for tier in self._tiers:
+            tier.pin(addresses, now + seconds, now)
 
     def _note_use(self, addresses: Sequence[Address]) -> None:
         """A match has reached these blocks: recency in every tier, and a second use for tiers that wait for one."""

@@ -137,6 +137,8 @@ class TieredStore(Store):
             deadline,
         )
         self._saving: dict[Address, Slot] = {}
+        self._hinted: dict[Address, Hints] = {}
+        """Of blocks that are being saved, the last hints that differ from none."""
         self._loading: dict[int, Sequence[Slot]] = {}
         self._gate = gate
         self._prefetches = 0
@@ -319,6 +321,8 @@ class TieredStore(Store):
             self._promoter.note_gone(gone)
             taken, left = new[: len(slots)], new[len(slots) :]
             self._saving.update((addresses[i], slot) for i, slot in zip(taken, slots, strict=True))
+            if hints != NO_HINTS:
+                self._hinted.update((address, hints) for address in addresses if address in self._saving)
             self._history.went((addresses[i] for i in left), Reason.SAVE_DROPPED)
         if left:
             self._dram.save_dropped(Reason.NO_ROOM, len(left))
@@ -373,17 +377,24 @@ class TieredStore(Store):
         with self._lock:
             now = self._clock()
             shown: list[tuple[Slot, Address]] = []
+            pinned: list[tuple[Slot, float]] = []
             for address, slot, header in reversed(list(zip(addresses, slots, headers, strict=True))):
                 wanted = self._saving.get(address) == slot  # False: dropped meanwhile, and perhaps being saved again
+                hints = NO_HINTS
                 if wanted:
                     del self._saving[address]
+                    hints = self._hinted.pop(address, NO_HINTS)
                 if header is None or not wanted:
                     self._history.went([address], Reason.SAVE_DROPPED)
                 elif self._clearing.stale(lot_of(header)):
                     self._history.went([address], Reason.CLEARED)
-                elif self._arena.show(slot, address, header, now):
+                elif self._arena.show(slot, address, header, now, hints.priority):
                     self._history.came(address)
                     shown.append((slot, address))
+                    if hints.pin_seconds:
+                        pinned.append((slot, hints.pin_seconds))
+            for slot, seconds in reversed(pinned):
+                self._dram.pins_refused(self._arena.pins.pin([slot], now + seconds, now))
             for slot, address in reversed(shown):
                 self._demoter.owe_new(slot, address)
             self._arena.pool.release(slots, now)
@@ -402,6 +413,7 @@ class TieredStore(Store):
                     self._arena.drop(slot, evicted=False)
                     self._arena.pool.release([slot], self._clock())
                 self._saving.pop(address, None)
+                self._hinted.pop(address, None)
                 arrival = self._promoter.arriving.get(address)
                 if arrival is not None:
                     arrival.dropped = missed(reason)
@@ -481,6 +493,7 @@ class TieredStore(Store):
     def keep(self) -> None:
         """One round of upkeep: deadlines, the reserve, degraded tiers, recency. A thread calls it; tests may."""
         with self._lock:
+            self._arena.pins.expire(self._clock())
             for match in list(self._promoter.matches.values()):
                 self._promoter.advance(match)
             self._demoter.keep_reserve(self._held())
@@ -517,7 +530,10 @@ class TieredStore(Store):
             arriving = Counter(arrival.tier.name for arrival in self._promoter.arriving.values())
             saving, loading = len(self._saving), sum(map(len, self._loading.values()))
             owing = self._arena.owing_count
+            now = self._clock()
+            pinned = {DRAM: len(self._arena.pins), **{tier.name: tier.pinned(now) for tier in self._tiers}}
         for name, metrics in self._recorders():
+            metrics.pinned(pinned[name])
             if counts[name]:
                 metrics.blocks(**counts[name])
         self._dram.leased(live, reserved)
@@ -536,6 +552,7 @@ class TieredStore(Store):
             "saving": saving,
             "loading": loading,
             "owing": owing,
+            "pinned": pinned,
         }
 
     def _recorders(self) -> Iterable[tuple[str, TierMetrics]]:

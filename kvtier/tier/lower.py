@@ -55,6 +55,8 @@ class Parcel:
     meta: EntryMeta
     header: FrameHeader
     view: memoryview
+    pinned_until: float = 0.0
+    """When its pin ends, in seconds of the store's clock; 0 where it has none."""
 
 
 def lot_of(header: FrameHeader) -> Lot:
@@ -127,6 +129,9 @@ class LowerTier(ABC):
     @abstractmethod
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         """Note a use of a chain (head first) for eviction; returns what ``refresh`` is to be called with now."""
+
+    def pin(self, addresses: Sequence[Address], until: float, now: float) -> None:  # noqa: B027 - some evict nothing
+        """Keep what the tier has of these from eviction until then, as far as its share for pins allows."""
 
     def probe(self, addresses: Sequence[Address]) -> int:
         """Length of the present prefix; 0 where the tier fails."""
@@ -311,6 +316,11 @@ class LowerTier(ABC):
     def counts(self) -> dict[str, int]:
         """Slots by state, where the tier has slots. Called under the store's lock."""
         return {}
+
+    def pinned(self, now: float) -> int:
+        """How many blocks are pinned. Called under the store's lock."""
+        del now
+        return 0
 
     def _complain(self, about: str, text: str) -> None:
         """Log at most once about the same in ``COMPLAIN_SECONDS``: a full disk fails every write, and the metrics count."""

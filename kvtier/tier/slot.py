@@ -19,6 +19,7 @@ from kvtier.key import Address, Lot, address
 from kvtier.metrics import TierMetrics
 from kvtier.pool import BlockPool, Slot
 from kvtier.tier.lower import LowerTier, Parcel, lot_of
+from kvtier.tier.pins import Pins
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.transfer.workers import Workers
 
@@ -54,6 +55,7 @@ class SlotTier(LowerTier):
         super().__init__(name, options, medium, codec, workers, metrics, lock, clock)
         self._slots = medium
         self.pool = BlockPool(medium.slots, policy)
+        self._pins = Pins(medium.slots)
         self._used: dict[Slot, float] = {}
         self._leaving: list[Slot] = []
         """Out of the index, and free as soon as the journal has deleted their rows."""
@@ -99,9 +101,13 @@ class SlotTier(LowerTier):
     def _retired(self, addresses: Sequence[Address]) -> list[Slot]:
         slots = [slot for slot in self.pool.places(addresses) if slot is not None]
         for slot in slots:
-            self.pool.retire(slot, evicted=False)
-            self._used.pop(slot, None)
+            self._retire(slot, evicted=False)
         return slots
+
+    def _retire(self, slot: Slot, *, evicted: bool) -> None:
+        self.pool.retire(slot, evicted=evicted)
+        self._used.pop(slot, None)
+        self._pins.drop(slot)
 
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         slots = [slot for slot in self.pool.places(addresses) if slot is not None]
@@ -109,8 +115,16 @@ class SlotTier(LowerTier):
         self._used.update(dict.fromkeys(slots, time.time()))
         return ()  # recency is written down now and then, for all
 
+    def pin(self, addresses: Sequence[Address], until: float, now: float) -> None:
+        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        self.metrics.pins_refused(self._pins.pin(slots, until, now))
+
+    def pinned(self, now: float) -> int:
+        self._pins.expire(now)
+        return len(self._pins)
+
     def check(self) -> list[str]:
-        found = self.pool.check() + self._slots.check()
+        found = self.pool.check() + self._slots.check() + self._pins.check()
         kept = len(self._leaving) + len(self._quarantined)
         if self.workers.idle and self.pool.retiring != kept:
             found.append(f"{self.pool.retiring} slots are retiring, {kept} have a reason to")
@@ -195,6 +209,9 @@ class SlotTier(LowerTier):
                 for slot, parcel in reversed(kept):
                     self.pool.commit(slot, parcel.address, parcel.meta, now)
                     self._lots[slot] = self._one(lot_of(parcel.header))
+                for slot, parcel in kept:
+                    if parcel.pinned_until > now and self.pool.slot(parcel.address) == slot:
+                        self.metrics.pins_refused(self._pins.pin([slot], parcel.pinned_until, now))
         finally:
             with self._lock:
                 self.pool.release(slots, 0.0)
@@ -225,10 +242,11 @@ class SlotTier(LowerTier):
     def _make_room(self, count: int) -> list[Slot]:
         """Up to ``count`` slots to write to. A slot is reused only after its delete is committed."""
         with self._lock:
-            victims = self.pool.victims(max(0, count - self.pool.free), self._clock(), fewer=True) or []
+            now = self._clock()
+            self._pins.expire(now)
+            victims = self.pool.victims(max(0, count - self.pool.free), now, self._pins.over(), fewer=True) or []
             for slot in victims:
-                self.pool.retire(slot, evicted=True)
-                self._used.pop(slot, None)
+                self._retire(slot, evicted=True)
             self._leaving += victims
             leaving = bool(self._leaving)
         if victims:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.abc.medium import KeyMedium
-from kvtier.abc.store import Match, SlotRange, Transfer
+from kvtier.abc.policy import EvictionPolicy
+from kvtier.abc.store import NO_HINTS, Hints, Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
 from kvtier.config import TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
@@ -59,13 +61,13 @@ class Bench:
         """The engine's memory with the blocks of ``keys`` in it."""
         return filled(self.memory, keys)
 
-    def save(self, keys: Span) -> Transfer:
-        transfer = self.store.save(keys, self.source(keys))
+    def save(self, keys: Span, hints: Hints = NO_HINTS) -> Transfer:
+        transfer = self.store.save(keys, self.source(keys), hints=hints)
         self.turn()
         return transfer
 
-    def match(self, keys: Span, request: str = "r", start: int = 0) -> Match:
-        match = self.store.match(request, keys, start)
+    def match(self, keys: Span, request: str = "r", start: int = 0, hints: Hints = NO_HINTS) -> Match:
+        match = self.store.match(request, keys, start, hints=hints)
         self.turn()
         assert not match.pending
         return match
@@ -117,12 +119,13 @@ def make_bench(
     nvme_fault: Fault | None = None,
     geometry: Geometry = GEOMETRY,
     identity: Identity = IDENTITY,
+    policy: Callable[[int], EvictionPolicy] = LruPolicy,
 ) -> Bench:
     """A store whose transfers are turned by hand, with a clock that stands still until it is moved."""
     lock = threading.Lock()
     metrics = Metrics()
     medium = DramMedium(dram, geometry.block_bytes, prefault=False)
-    arena = Arena(medium, LruPolicy(dram))
+    arena = Arena(medium, policy(dram))
     hand, clock = HandTurned(), ManualClock()
     above = hand.add("dram")
     tiers: list[LowerTier] = []
@@ -130,10 +133,17 @@ def make_bench(
         slots = NvmeMedium(nvme, geometry.block_bytes, NvmeMedium.Params(capacity=Bytes(nvme_capacity)))
         slots = slots if nvme_fault is None else wrapped(slots, nvme_fault)
         options = TierOptions(nvme_write)
-        policy = LruPolicy(slots.slots)
         tiers.append(
             SlotTier(
-                "nvme", options, slots, codec_named("raw"), hand.add("nvme"), metrics.tier("nvme"), lock, policy, clock
+                "nvme",
+                options,
+                slots,
+                codec_named("raw"),
+                hand.add("nvme"),
+                metrics.tier("nvme"),
+                lock,
+                policy(slots.slots),
+                clock,
             )
         )
     if shared is not None:

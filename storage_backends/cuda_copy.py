@@ -234,11 +234,13 @@ def import_cupy() -> Any:  # noqa: ANN401 - CuPy ships no types
     """CuPy, where it is installed and sees a device. Raises ``ConfigError`` saying what is missing."""
     try:
         import cupy  # noqa: PLC0415 - an optional package that takes a second to import
-    except ImportError as error:
+
+        runtime = cupy.cuda.runtime
+    except (ImportError, AttributeError) as error:  # no attributes: a folder that some removal has left behind
         raise ConfigError(f"CuPy is missing ({error}); run: pip install 'kvtier[cuda]'") from None
     try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
         raise ConfigError(f"CUDA finds no device: {error}") from None
     if not count:
         raise ConfigError("CUDA finds no device")

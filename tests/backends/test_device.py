@@ -5,9 +5,10 @@ Nothing here needs a GPU: `FakeDevice` is the adversary that a GPU only sometime
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from kvtier.abc.connector import LoadPlan, SavePlan, StepPlan
 from kvtier.abc.medium import Outcome, Status
 from kvtier.connectors.bundled import BundledWorker
-from kvtier.errors import MediumError
+from kvtier.errors import ConfigError, MediumError
 from kvtier.key import Span
 from kvtier.storage_backends import cuda_copy
 from kvtier.storage_backends.cuda_copy import Mark, Pairs, PinnedMemory, Way
@@ -381,3 +382,10 @@ def test_dram_without_a_device_says_once_that_it_is_not_page_locked(
     assert [record.message for record in caplog.records] == [
         "the DRAM arena is not page-locked: no CUDA device is in use"
     ]
+
+
+def test_a_folder_left_behind_by_cupy_is_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))  # what importing an empty folder gives
+    with pytest.raises(ConfigError, match=r"CuPy is missing .*kvtier\[cuda\]"):
+        cuda_copy.import_cupy()
+    assert cuda_copy.device_count() == 0

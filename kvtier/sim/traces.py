@@ -23,7 +23,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,12 @@ class Sample:
     over_s: float = 4 * 3600.0
     """Their beginnings are spread uniformly over so many seconds."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sessions < 1:
+            raise ValueError(f"a sample has at least one session, not {self.sessions}")
+        if not 0.0 <= self.over_s < math.inf:
+            raise ValueError(f"sessions begin within some seconds, not {self.over_s:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +200,12 @@ def _listed(record: Record, name: str) -> list[Any]:
     return value
 
 
+def _distinct(name: str, ids: Sequence[object]) -> None:
+    """A block's name stands for all before it, so none can come twice in a chain."""
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{name} names a block twice")
+
+
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
@@ -210,6 +222,7 @@ def _mooncake(trace: Trace) -> Iterator[tuple[int, Reference]]:
             for one in ids:
                 if type(one) is not int or not 0 <= one < 1 << 64:
                     raise ValueError(f"hash_ids has {_shown(one)}, and no whole number of 64 bits")
+            _distinct("hash_ids", ids)
             yield (
                 line,
                 Reference(
@@ -226,11 +239,13 @@ def _recorded(trace: Trace) -> Iterator[tuple[int, Reference]]:
     next(records)
     for line, record in records:
         with _blamed(trace.path, line):
+            keys = [_unhexed(key) for key in _listed(record, "keys")]
+            _distinct("keys", keys)
             yield (
                 line,
                 Reference(
                     _seconds(record, "t"),
-                    tuple(map(_unhexed, _listed(record, "keys"))),
+                    tuple(keys),
                     _whole(record, "in"),
                     _whole(record, "out"),
                 ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -66,3 +68,20 @@ def session(name: str, requests: Sequence[tuple[float, Sequence[tuple[int, int]]
             for time_s, ranges in requests
         ],
     }
+
+
+def drawn_chains(seed: int, requests: int, roots: int = 3, longest: int = 8) -> list[tuple[int, ...]]:
+    """Chains over a random tree of ids: an id has one parent, so a chain's ids name their prefixes."""
+    rng = random.Random(seed)
+    children: dict[int, list[int]] = {}
+    fresh = itertools.count(1)
+    chains = []
+    for _ in range(requests):
+        chain: list[int] = []
+        for depth in range(rng.randrange(1, longest + 1)):
+            known = children.setdefault(chain[-1] if chain else 0, [])
+            if not known or (len(known) < roots + depth and rng.random() < 0.4):
+                known.append(next(fresh))
+            chain.append(known[min(rng.randrange(len(known)), rng.randrange(len(known)))])
+        chains.append(tuple(chain))
+    return chains

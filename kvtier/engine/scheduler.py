@@ -10,8 +10,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TypeAlias
 
 from kvtier.abc.store import Reason
+from kvtier.config import Preemption
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import Exchange
 from kvtier.engine.recheck import Recheck, Rechecker
@@ -23,6 +26,10 @@ PATIENCE_SECONDS = 5.0
 """With longest-prefix-first: whoever has waited this long goes in order of arrival, before all others."""
 
 
+Admission: TypeAlias = Callable[[list[Sequence], list[Sequence]], list[Sequence]]
+"""From the waiting and the running sequences to those of the waiting that may start, in the same order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one step may hold."""
@@ -32,7 +39,11 @@ class Limits:
     sequences: int
     """Sequences that run at once."""
     longest_prefix_first: bool = False
-    """Start waiting sequences in order of what HBM has of them, instead of arrival."""
+    """Start waiting sequences in order of what is in HBM of them or is being computed, instead of arrival."""
+    preemption: Preemption = Preemption.CHEAPER
+    """What becomes of the blocks of a sequence that has to give way."""
+    admission: Admission | None = None
+    """Who of the waiting may start at all; None: everybody. For comparisons with other ways to batch."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequences < 1:
@@ -68,6 +79,10 @@ class Schedule:
     budget: int = 0
     """Tokens still to give away."""
     preempted: int = 0
+    demoted: int = 0
+    """Tokens of preempted sequences that the tiers below keep."""
+    freed: int = 0
+    """Tokens of preempted sequences that are to be computed again, where HBM does not keep them by chance."""
 
 
 class Scheduler:
@@ -184,7 +199,8 @@ class Scheduler:
     def _slots_for(self, sequence: Sequence, count: int, step: Schedule) -> list[Slot] | None:
         """Slots that ``count`` more tokens need, from others if it must be; None where the sequence cannot go on now."""
         while True:
-            needed = self._cache.blocks(sequence.computed + count) - len(sequence.slots)
+            # A sequence whose load failed has more slots than it has computed tokens for.
+            needed = max(0, self._cache.blocks(sequence.computed + count) - len(sequence.slots))
             needed += int(not self._cache.own_tail(sequence))
             fresh = self._cache.allocate(needed) if needed else []
             if fresh is not None:
@@ -202,9 +218,27 @@ class Scheduler:
             step.budget += taken.count
         step.preempted += 1
         victim.group.stats.preemptions += 1
+        demoted = self._demoted(victim)
+        victim.group.stats.demoted_tokens += demoted
+        step.demoted += demoted
+        step.freed += victim.computed - demoted
         self.running.remove(victim)
         self._cache.free(victim)
         self.add(victim)
+
+    def _demoted(self, victim: Sequence) -> int:
+        """Leave the blocks of a sequence that gives way to the tiers below, where that costs less than computing them again.
+
+        Returns the tokens of those that are there or on their way. What saves under way may not hold as well is lost.
+        """
+        mode = self._limits.preemption
+        victim.recompute = mode is Preemption.RECOMPUTE
+        if not victim.committed or not self._exchange.active or victim.hints.no_store or victim.recompute:
+            return 0
+        if mode is Preemption.CHEAPER and not self._exchange.demotes(victim):
+            return 0
+        self._exchange.offer(victim)
+        return victim.offered * self._cache.block_tokens
 
     def _admit(self, step: Schedule) -> None:
         for sequence in self._queue():
@@ -214,7 +248,8 @@ class Scheduler:
             usable = (len(sequence.tokens) - 1) // self._cache.block_tokens
             sequence.chain.extend(sequence.tokens)
             hits = self._cache.match(sequence.chain.addresses[:usable])
-            loadable = self._exchange.match(sequence, sequence.chain.span(0, usable), len(hits))
+            wanted = 0 if sequence.recompute else usable
+            loadable = self._exchange.match(sequence, sequence.chain.span(0, wanted), min(len(hits), wanted))
             if loadable is None:
                 continue
             if sequence.trusted is not None:
@@ -228,17 +263,22 @@ class Scheduler:
                 step.recheck = self._rechecker.choose(sequence, len(hits), len(hits) + loadable)
 
     def _queue(self) -> Iterable[Sequence]:
+        admission = self._limits.admission
+        waiting = list(self.waiting) if admission is None else admission(self.waiting, self.running)
         if not self._limits.longest_prefix_first:
-            return list(self.waiting)
+            return waiting
         late = self._clock() - PATIENCE_SECONDS
+        coming = {address for each in self.running for address in each.chain.addresses}
 
         def rank(sequence: Sequence) -> tuple[int, tuple[int, int]]:
             if sequence.group.stats.submitted < late:
                 return -(1 << 40), sequence.arrival
             sequence.chain.extend(sequence.tokens)
-            return -len(self._cache.match(sequence.chain.addresses)), sequence.arrival
+            addresses = sequence.chain.addresses
+            shared = sum(1 for _ in takewhile(coming.__contains__, addresses))
+            return -max(shared, len(self._cache.match(addresses))), sequence.arrival
 
-        return sorted(self.waiting, key=rank)
+        return sorted(waiting, key=rank)
 
     def _start(self, sequence: Sequence, hits: list[Slot], loadable: int, step: Schedule) -> bool:
         """Admit ``sequence``, or leave everything as it was where its whole text would not fit beside the running ones."""

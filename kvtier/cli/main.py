@@ -26,6 +26,7 @@ COMMANDS = {
     "clear": "put blocks of a model, tenant, adapter or tier out of reach at once",
     "config": "show the effective settings and where each came from",
     "bench": "measure the tiers on this machine",
+    "plan": "what a model's KV cache takes on a GPU, and which tiers below are worth having",
     "replay": "the hit rate of one tier on a recorded workload, by policy and size, beside the optimum",
 }
 """Subcommand -> its line in ``kvtier --help``."""

@@ -218,14 +218,24 @@ def break_even_bandwidth(
     return kv_bytes(shape, context) / seconds
 
 
-def break_even_tokens(shape: ModelShape, gpu: Gpu, link: Link, *, utilisation: float = UTILISATION) -> float | None:
-    """Shortest prefix worth loading over ``link``: where what its bytes save has paid its latency; None where none is.
+def break_even_tokens(shape: ModelShape, gpu: Gpu, link: Link, *, utilisation: float = UTILISATION) -> int | None:
+    """Shortest prefix that loads over ``link`` in less time than its products take; None where no prompt is long enough.
 
-    Counted without attention's share, so a long prefix may be worth loading where this says none.
+    Latency and attention's square make it a length: what is saved grows faster than what is moved. The time to read the weights
+    is not saved, because what follows the prefix has to be computed anyway.
     """
-    computing = weight_flops(shape, 1) / (gpu.flops * utilisation)
-    gained = computing - kv_bytes(shape, 1) / link.bandwidth
-    return link.latency / gained if gained > 0 else None
+
+    def gained(tokens: int) -> bool:
+        flops = weight_flops(shape, tokens) + attention_flops(shape, Piece(0, tokens))
+        return transfer_seconds(kv_bytes(shape, tokens), link) < flops / (gpu.flops * utilisation)
+
+    low, high = 0, shape.max_positions  # not worth it, worth it
+    if not gained(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if gained(middle) else (middle, high)
+    return high
 
 
 def paged_useful_share(tokens: float, block_tokens: int) -> float:

@@ -12,6 +12,7 @@ from kvtier.sim.models import GPUS, LINKS, MODELS, gpu, model_shape, shape_of
 from kvtier.sim.planner import (
     PUBLISHED_PAGED_SHARE,
     PUBLISHED_SLAB_SHARES,
+    UTILISATION,
     Link,
     Piece,
     attention_flops,
@@ -28,6 +29,7 @@ from kvtier.sim.planner import (
     step_seconds,
     swap_seconds,
     transfer_seconds,
+    weight_flops,
     weights_touched,
 )
 
@@ -114,12 +116,21 @@ def test_at_the_break_even_bandwidth_loading_takes_as_long_as_computing() -> Non
     assert loading == pytest.approx(prefill_seconds(SMALL, H100, 3000))
 
 
-def test_a_prefix_pays_for_its_latency_once_it_is_long_enough() -> None:
-    tier = Link("nvme", 6.5e9, 0.01)
-    tokens = break_even_tokens(SMALL, H100, tier)
+@pytest.mark.parametrize(("bandwidth", "latency"), [(6.5e9, 0.01), (6.5e9, 0.05), (3.9e9, 1e-4), (64e9, 0.0)])
+def test_a_prefix_is_worth_loading_from_some_length_on(bandwidth: float, latency: float) -> None:
+    long, tier = model_shape("llama-3.1-8b"), Link("tier", bandwidth, latency)
+    tokens = break_even_tokens(long, H100, tier)
     assert tokens is not None
-    computing = prefill_seconds(SMALL, H100, round(tokens), attention=False)
-    assert transfer_seconds(kv_bytes(SMALL, round(tokens)), tier) == pytest.approx(computing, rel=0.01)
+
+    def gained(count: int) -> bool:
+        flops = weight_flops(long, count) + attention_flops(long, Piece(0, count))
+        return transfer_seconds(kv_bytes(long, count), tier) < flops / (H100.flops * UTILISATION)
+
+    assert gained(tokens)
+    assert tokens == 1 or not gained(tokens - 1)
+
+
+def test_no_prompt_is_long_enough_for_a_tier_that_is_too_slow() -> None:
     assert break_even_tokens(SMALL, H100, Link("slow", 1e9)) is None
 
 

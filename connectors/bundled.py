@@ -94,6 +94,12 @@ class BundledScheduler(SchedulerConnector):
     def drop(self, span: Span, reason: Reason) -> None:
         self._store.drop(span, reason)
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        self._store.observe_prefill(tokens, seconds)
+
+    def demotes(self, blocks: int, unsaved: int) -> bool:
+        return self._store.demotes(blocks, unsaved)
+
     def request_finished(self, request_id: str) -> bool:
         match = self._matches.pop(request_id, None)
         if match is not None:

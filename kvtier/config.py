@@ -37,6 +37,7 @@ __all__ = [
     "KvDtype",
     "LoadFormat",
     "LogLevel",
+    "Preemption",
     "ServerSettings",
     "Settings",
     "StoreCodec",
@@ -128,6 +129,14 @@ class GateMode(enum.Enum):
 
     ON = "on"
     OFF = "off"
+
+
+class Preemption(enum.Enum):
+    """What becomes of the blocks of a sequence that has to give up its slots."""
+
+    CHEAPER = "cheaper"
+    RECOMPUTE = "recompute"
+    DEMOTE = "demote"
 
 
 class LogLevel(enum.Enum):
@@ -233,7 +242,13 @@ class EngineSettings:
     max_num_batched_tokens: int = _setting(512, "tokens per step; longer prompts are computed in chunks", at_least=1)
     prefix_cache: bool = _setting(default=True, help_text="reuse blocks of earlier requests that are still in HBM")
     longest_prefix_first: bool = _setting(
-        default=False, help_text="start waiting requests in order of their cached prefix"
+        default=False,
+        help_text="start waiting requests in order of the prefix that they share with what is in HBM or being computed",
+    )
+    preemption: Preemption = _setting(
+        Preemption.CHEAPER,
+        "where HBM runs out, the last to arrive gives way: its blocks are demoted to the tiers below or computed again; "
+        "cheaper: as the gate judges",
     )
     recompute_sample: float = _setting(
         0.0,

@@ -229,6 +229,13 @@ class EngineMetrics(_Recorder):
         self._metrics.preemptions.inc(requests)
 
     @_never_raises
+    def preempted_tokens(self, *, demoted: int, freed: int) -> None:
+        """Tokens of requests that gave up their HBM slots: left to the tiers below, and left to be computed again."""
+        _checked(demoted, freed)
+        self._metrics.preempted_tokens.labels("demoted").inc(demoted)
+        self._metrics.preempted_tokens.labels("freed").inc(freed)
+
+    @_never_raises
     def rechecked(self, *, differed: bool) -> None:
         """A loaded block was computed again."""
         self._metrics.rechecks.inc()
@@ -296,6 +303,9 @@ class Metrics:
         self.prompt_tokens = self._counter("kvtier_prompt_tokens", "Prompt tokens by source of their KV", "source")
         self.generated_tokens = self._counter("kvtier_generated_tokens", "Tokens sampled")
         self.preemptions = self._counter("kvtier_preemptions", "Running requests that gave up their HBM slots")
+        self.preempted_tokens = self._counter(
+            "kvtier_preempted_tokens", "Tokens of those requests: demoted to the tiers below, or freed", "fate"
+        )
         self.rechecks = self._counter("kvtier_rechecks", "Loaded blocks that were computed again and compared")
         self.recheck_mismatches = self._counter("kvtier_recheck_mismatches", "Rechecked blocks that differed")
         self.first_token_seconds = self._histogram(

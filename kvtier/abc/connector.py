@@ -101,6 +101,18 @@ class SchedulerConnector(ABC):
     def drop(self, span: Span, reason: Reason) -> None:
         """The engine has found these blocks to be wrong: they are forgotten everywhere, and miss for ``reason``."""
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine computed ``tokens`` in one step: what loading is compared with. Cheap, never blocks."""
+        del tokens, seconds
+
+    def demotes(self, blocks: int, unsaved: int) -> bool:
+        """Whether a sequence that has to give up its slots is better saved and loaded again than computed again.
+
+        It has ``blocks``, of which ``unsaved`` would have to be saved first. Cheap, never blocks.
+        """
+        del blocks, unsaved
+        return False
+
     @abstractmethod
     def request_finished(self, request_id: str) -> bool:
         """The request ended in any way. True: saves still read its slots; hold them until ``get_finished`` names them."""

@@ -24,6 +24,7 @@ from kvtier.engine.attention import Chunk
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import ASK_SECONDS, Exchange
 from kvtier.engine.model import Model, StepBatch
+from kvtier.engine.prefill import PrefillTimes
 from kvtier.engine.recheck import Rechecker
 from kvtier.engine.request import Completion, FinishReason, Output, Request, RequestStats
 from kvtier.engine.sampler import Logprob, logprobs, sample
@@ -106,6 +107,7 @@ class Engine:
         self._cache = BlockCache(pool, block_tokens, hbm.slot_bytes, clock, reuse=config.prefix_cache)
         self._exchange = Exchange(connector, self._cache, clock, config.ask_seconds)
         self._scheduler = Scheduler(self._cache, self._exchange, config.limits, clock, self._rechecker)
+        self._prefill = PrefillTimes(self._exchange.observe_prefill, behind=kv.device.type != "cpu")
         self._random = random.Random(config.seed)  # noqa: S311 - chooses words, guards nothing
         self._arrivals = itertools.count()
         self._door = threading.Lock()
@@ -186,12 +188,14 @@ class Engine:
             outputs += self._give_up_stalled(schedule)
         self.progressed = bool(schedule.work)
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
-        self._tally.preempted(schedule.preempted)
+        self._tally.preempted(schedule.preempted, schedule.demoted, schedule.freed)
         planned = time.perf_counter()
         self.times.plan += planned - began
-        if not schedule.work:
+        if plan.saves:  # of sequences that have just given way, or that were offered when there was nothing to compute
             self._exchange.start_saves(plan, self._hbm.fence())
+        if not schedule.work:
             return outputs
+        waited = self._exchange.waited
         for source, target in schedule.copies:
             self._kv[target].copy_(self._kv[source])
         self._exchange.start_loads(plan)
@@ -205,6 +209,7 @@ class Engine:
         )
         written = self._hbm.fence()
         failed = self._exchange.failed(plan, frozenset(slot for each in work for slot in each.loaded))
+        ended, waited = time.perf_counter(), self._exchange.waited - waited
         spoilt = self._model.wrong_loads(batch, self._kv, failed)
         failed |= spoilt
         wrong = self._judge(schedule, failed)
@@ -217,6 +222,7 @@ class Engine:
             outputs += self._end_spoilt(work, spoilt)
             plan = self._exchange.plan()
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
+        self._prefill.step(work, planned, ended, waited, loads=bool(plan.loads))
         self._exchange.start_saves(plan, written)
         self.times.note += time.perf_counter() - computed
         self.times.steps += 1

@@ -7,6 +7,7 @@ that connector, except which saves have ended: their slots stay held until it sa
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -63,6 +64,8 @@ class Exchange:
         """The highest clear epoch that the connector ever said."""
         self.fault: str | None = None
         """Why the connector is not used any more; None while it is."""
+        self.waited = 0.0
+        """Seconds that steps have spent on loads."""
         self.dropped = 0
         """Blocks that were never taken for saving, because their request ended first."""
 
@@ -174,6 +177,15 @@ class Exchange:
             self.dropped += max(0, sequence.committed - sequence.offered)
             self._guarded(lambda c: c.scheduler.request_finished(sequence.id), None)
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A step computed ``tokens``."""
+        self._guarded(lambda c: c.scheduler.observe_prefill(tokens, seconds), None)
+
+    def demotes(self, sequence: TokenSequence) -> bool:
+        """Whether a sequence that gives way is better saved and loaded again than computed again."""
+        blocks, unsaved = sequence.committed, sequence.committed - sequence.offered
+        return self._guarded(lambda c: c.scheduler.demotes(blocks, unsaved), fallback=False)
+
     def drop(self, span: Span, reason: Reason) -> None:
         """Forget blocks in every tier below."""
         self._guarded(lambda c: c.scheduler.drop(span, reason), None)
@@ -183,10 +195,10 @@ class Exchange:
 
     def start_loads(self, plan: StepPlan) -> None:
         if plan.loads:
-            self._guarded(lambda c: c.worker.start_load_kv(plan), None)
+            self._loading(lambda c: c.worker.start_load_kv(plan), None)
 
     def wait_for_layer(self, layer: int) -> None:
-        self._guarded(lambda c: c.worker.wait_for_layer_load(layer), None)
+        self._loading(lambda c: c.worker.wait_for_layer_load(layer), None)
 
     def layer_written(self, layer: int) -> None:
         self._guarded(lambda c: c.worker.save_kv_layer(layer), None)
@@ -196,7 +208,7 @@ class Exchange:
         if not expected:
             return frozenset()
         planned = {slot for load in plan.loads for slot in load.slots}
-        broken = self._guarded(lambda c: c.worker.get_block_ids_with_load_errors(), expected)
+        broken = self._loading(lambda c: c.worker.get_block_ids_with_load_errors(), expected)
         return frozenset(slot for slot in expected if slot in broken or slot not in planned)
 
     def start_saves(self, plan: StepPlan, after: Fence | None = None) -> None:
@@ -230,6 +242,14 @@ class Exchange:
                     self._cache.release([Slot(slot)])
                 else:
                     _log.error("the connector ended a save of slot %d for %s that is not under way", slot, request_id)
+
+    def _loading(self, call: Callable[[KVConnector], T], fallback: U) -> T | U:
+        """As ``_guarded``, for what only a step with loads has to do."""
+        began = time.perf_counter()
+        try:
+            return self._guarded(call, fallback)
+        finally:
+            self.waited += time.perf_counter() - began
 
     def _guarded(self, call: Callable[[KVConnector], T], fallback: U) -> T | U:
         if self._connector is None or self.fault is not None:

@@ -63,6 +63,8 @@ class RequestStats:
     completion_tokens: int = 0
     """Generated tokens, all continuations together."""
     preemptions: int = 0
+    demoted_tokens: int = 0
+    """Tokens in blocks that were left to the tiers below at a preemption, because that was taken to be cheaper."""
     recomputed_tokens: int = 0
     """Tokens computed again after a preemption."""
     failed_tokens: int = 0

@@ -94,6 +94,8 @@ class Sequence:
     """Whether one block of its next load is to be recomputed; None: not drawn yet."""
     trusted: int | None = None
     """Leading blocks that it may still load, once a recheck has found one wrong; None: all."""
+    recompute: bool = False
+    """Nothing is loaded for it: it gave way, and computes again what HBM has lost."""
     admitted: bool = False
     """It has had slots before: what it finds now is its own work."""
     finish: FinishReason | None = None

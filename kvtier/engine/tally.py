@@ -71,9 +71,11 @@ class Tally:
         if self._metrics is not None:
             self._metrics.queue(running=running, waiting=waiting)
 
-    def preempted(self, requests: int) -> None:
+    def preempted(self, requests: int, demoted: int, freed: int) -> None:
+        """Sequences that gave way, and their tokens: in blocks that the tiers below keep, and in those that nobody keeps."""
         if self._metrics is not None and requests:
             self._metrics.preempted(requests)
+            self._metrics.preempted_tokens(demoted=demoted, freed=freed)
 
     def rechecked(self, *, differed: bool) -> None:
         if self._metrics is not None:

@@ -19,7 +19,7 @@ import httpx
 import torch
 
 from kvtier.cli.assemble import Assembly, assemble
-from kvtier.config import EngineSettings, Settings, StoreSettings, TierUrl
+from kvtier.config import EngineSettings, GateMode, Settings, StoreSettings, TierUrl
 from kvtier.engine.engine import IDLE_SECONDS
 from kvtier.engine.request import Request, RequestStats
 from kvtier.engine.sampler import SamplingParams
@@ -72,6 +72,10 @@ class Served:
     stats: RequestStats
 
 
+UNGATED = StoreSettings(gate=GateMode.OFF)
+"""A tiny model has computed a prompt before a disk answers, so that the gate would rightly load nothing from there."""
+
+
 class House:
     """An engine over tiers, as every door of kvtier assembles it, driven step by step."""
 
@@ -84,7 +88,7 @@ class House:
         require_all: bool = True,
     ) -> None:
         urls = tuple(TierUrl.parse(url) for url in tiers)
-        settings = Settings(tiers=urls, engine=engine, store=store or StoreSettings())
+        settings = Settings(tiers=urls, engine=engine, store=store or UNGATED)
         self.assembly: Assembly = assemble(settings, require_all=require_all)
         self.engine = self.assembly.engine
         self.metrics = self.assembly.metrics
@@ -216,7 +220,7 @@ class Tiny:
 
     def flags(self, blocks: int = 64) -> list[str]:
         """The same for the command."""
-        return [f"--model={self.path}", f"--hbm-blocks={blocks}", "--max-num-seqs=8", "--threads=1"]
+        return [f"--model={self.path}", f"--hbm-blocks={blocks}", "--max-num-seqs=8", "--threads=1", "--gate=off"]
 
 
 def make_tiny_model(path: Path) -> Path:

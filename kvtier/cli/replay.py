@@ -182,5 +182,5 @@ def _draw(rows: list[_Row], infinite: float, unique: int, args: argparse.Namespa
         y_label=f"hit rate, % of {args.count}",
         title=args.file.name,
         log_x=True,
-        x_ticks=lambda x: f"{x:.3g}",
+        x_ticks=lambda x: f"{float(f'{x:.2g}'):g}",
     )

@@ -16,7 +16,7 @@ from kvtier.abc.medium import Medium, SlotMedium
 from kvtier.cli.assemble import Assembly, assemble
 from kvtier.cli.main import main
 from kvtier.cli.paced import open_paced
-from kvtier.config import EngineSettings, Settings, StoreCodec, StoreSettings, TierUrl
+from kvtier.config import EngineSettings, GateMode, Settings, StoreCodec, StoreSettings, TierUrl
 from kvtier.engine.attention import Chunk
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import StepBatch
@@ -236,7 +236,8 @@ def tiny_config(folder: Path, **more: object) -> str:
 
 def opened(model: str, *tiers: str, around: Callable[[str, Medium], Medium] | None = None) -> Assembly:
     engine = EngineSettings(model=model, hbm_blocks=32, max_num_batched_tokens=128)
-    return assemble(Settings(tuple(TierUrl.parse(tier) for tier in tiers), engine=engine), around=around)
+    store = StoreSettings(gate=GateMode.OFF)  # whether a load is worth its time is another question here
+    return assemble(Settings(tuple(TierUrl.parse(tier) for tier in tiers), engine=engine, store=store), around=around)
 
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}

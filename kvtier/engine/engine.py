@@ -209,7 +209,8 @@ class Engine:
         )
         written = self._hbm.fence()
         failed = self._exchange.failed(plan, frozenset(slot for each in work for slot in each.loaded))
-        ended, waited = time.perf_counter(), self._exchange.waited - waited
+        waited = self._exchange.waited - waited
+        self._prefill.computed(work, planned, time.perf_counter(), waited, loads=bool(plan.loads))
         spoilt = self._model.wrong_loads(batch, self._kv, failed)
         failed |= spoilt
         wrong = self._judge(schedule, failed)
@@ -222,7 +223,7 @@ class Engine:
             outputs += self._end_spoilt(work, spoilt)
             plan = self._exchange.plan()
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
-        self._prefill.step(work, planned, ended, waited, loads=bool(plan.loads))
+        self._prefill.noted()
         self._exchange.start_saves(plan, written)
         self.times.note += time.perf_counter() - computed
         self.times.steps += 1

@@ -24,24 +24,31 @@ class PrefillTimes:
         self._report = report
         self._behind = behind
         self._began: float | None = None
+        self._seconds = 0.0
         self._steps = self._prompt = self._decoding = 0
-        self._spoilt = False
+        self._fetched = self._spoilt = False
 
-    def step(self, work: Sequence[Work], began: float, ended: float, waited: float, *, loads: bool) -> None:
-        """One step ran from ``began`` to ``ended`` (of ``time.perf_counter``), of which it ``waited`` for loads.
-
-        Called once its results are noted.
-        """
-        decoding = sum(each.count == 1 and each.sequence.generated > 0 for each in work)
+    def computed(self, work: Sequence[Work], began: float, ended: float, waited: float, *, loads: bool) -> None:
+        """A step ran from ``began`` to ``ended`` (of ``time.perf_counter``), and ``waited`` so long for its ``loads``."""
+        decoding = sum(_decodes(each) for each in work)
         self._began = began if self._began is None else self._began
+        self._seconds = ended - self._began - waited
         self._steps += 1
         self._prompt += sum(each.count for each in work) - decoding
         self._decoding += decoding
+        self._fetched = not self._behind or any(each.samples for each in work)
         self._spoilt |= loads and self._behind
-        if self._behind and not any(each.samples for each in work):
+
+    def noted(self) -> None:
+        """The results of that step have been noted."""
+        if not self._fetched or self._began is None:
             return
-        seconds = (time.perf_counter() if self._behind else ended) - self._began - waited
+        seconds = time.perf_counter() - self._began if self._behind else self._seconds
         if not self._spoilt and self._prompt and self._decoding <= MOST_DECODING * self._prompt and seconds > 0:
             self._report((self._prompt + self._decoding) // self._steps, seconds / self._steps)
         self._began, self._spoilt = None, False
         self._steps = self._prompt = self._decoding = 0
+
+
+def _decodes(work: Work) -> bool:
+    return work.count == 1 and work.start >= len(work.sequence.group.request.prompt)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +20,7 @@ from kvtier.abc.connector import (
 )
 from kvtier.abc.medium import SlotMedium
 from kvtier.abc.store import NO_HINTS, Fence, Hints, Reason
+from kvtier.config import Preemption
 from kvtier.engine.architecture import ModelConfig, random_tensors
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import LlamaModel
@@ -89,6 +91,8 @@ def make_engine(
     prefix_cache: bool = True,
     kv_dtype: str = "fp32",
     longest_prefix_first: bool = False,
+    preemption: Preemption = Preemption.CHEAPER,
+    clock: Callable[[], float] = time.monotonic,
     ask_seconds: float = 30.0,
     stall_seconds: float = 60.0,
     recompute_sample: float = 0.0,
@@ -105,7 +109,7 @@ def make_engine(
         BlockPool(blocks, LruPolicy(blocks)),
         Identity(CONFIG.name, "seed-7", kv_dtype, CONFIG.layout(BLOCK, kv_dtype)),
         EngineConfig(
-            Limits(tokens, sequences, longest_prefix_first),
+            Limits(tokens, sequences, longest_prefix_first, preemption),
             max_length=512,
             prefix_cache=prefix_cache,
             ask_seconds=ask_seconds,
@@ -114,6 +118,7 @@ def make_engine(
         ),
         connector,
         metrics,
+        clock,
     )
 
 

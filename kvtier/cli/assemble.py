@@ -26,7 +26,7 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.exactness import settle
 from kvtier.engine.model import TORCH_DTYPES, LlamaModel, Model
 from kvtier.engine.paced import byte_tokenizer
-from kvtier.engine.scheduler import Limits
+from kvtier.engine.scheduler import Admission, Limits
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.key import Identity
 from kvtier.metrics import Metrics
@@ -108,11 +108,16 @@ class Assembly:
 
 
 def assemble(
-    settings: Settings, *, require_all: bool = False, around: Callable[[str, Medium], Medium] | None = None
+    settings: Settings,
+    *,
+    require_all: bool = False,
+    around: Callable[[str, Medium], Medium] | None = None,
+    admission: Admission | None = None,
 ) -> Assembly:
     """Engine, store and connector as ``settings`` have them. Raises ``ConfigError`` saying what to change.
 
     ``require_all``: a tier that does not answer is an error, not a degraded tier. ``around``: as in `open_store`.
+    ``admission``: as in `Limits`.
     """
     if settings.tiers:  # before the model is loaded, which takes longest
         check_tiers([plan_tier(url) for url in settings.tiers])
@@ -133,7 +138,7 @@ def assemble(
         return connector
 
     try:
-        engine = open_engine(settings.engine, connect, metrics, codec=settings.store.codec)
+        engine = open_engine(settings.engine, connect, metrics, codec=settings.store.codec, admission=admission)
     except BaseException:
         for store in opened:
             store.close()
@@ -148,16 +153,18 @@ def open_engine(
     checkpoint: Checkpoint | None = None,
     *,
     codec: StoreCodec = StoreCodec.RAW,
+    admission: Admission | None = None,
 ) -> Engine:
     """Load the model and put an engine on it. Raises ``ConfigError`` saying what to change.
 
     ``checkpoint`` is given where it has been opened already; else ``settings.model`` names it. ``codec`` is the store's.
+    ``admission``: as in `Limits`.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     policy.check(settings.hbm_policy, "hbm_policy")
     if is_paced(settings.model):
-        return _open_paced(settings, connect, metrics, codec)
+        return _open_paced(settings, connect, metrics, codec, admission)
     device = chosen_device(settings.device)
     if settings.recompute_sample and codec is not StoreCodec.RAW:
         raise ConfigError(
@@ -186,16 +193,22 @@ def open_engine(
             "blocks below HBM are kept by a lossy codec (%s): what they give is near to a cold run", codec.value
         )
     exact = exact and codec is StoreCodec.RAW
-    return _engine(settings, model, tokenizer_of(checkpoint), hbm, identity, connect, metrics, exact=exact)
+    return _engine(settings, model, tokenizer_of(checkpoint), hbm, identity, connect, metrics, admission, exact=exact)
 
 
 def _open_paced(
-    settings: EngineSettings, connect: Connect | None, metrics: Metrics | None, codec: StoreCodec
+    settings: EngineSettings,
+    connect: Connect | None,
+    metrics: Metrics | None,
+    codec: StoreCodec,
+    admission: Admission | None,
 ) -> Engine:
     paced = open_paced(settings, codec)
     dtype = TORCH_DTYPES[paced.identity.kv_dtype]
     hbm = _hbm(HbmMedium.allocate(paced.hbm_blocks, paced.slot_shape, dtype), settings)
-    return _engine(settings, paced.model, byte_tokenizer(), hbm, paced.identity, connect, metrics, exact=True)
+    return _engine(
+        settings, paced.model, byte_tokenizer(), hbm, paced.identity, connect, metrics, admission, exact=True
+    )
 
 
 def _engine(
@@ -206,6 +219,7 @@ def _engine(
     identity: Identity,
     connect: Connect | None,
     metrics: Metrics | None,
+    admission: Admission | None,
     *,
     exact: bool,
 ) -> Engine:
@@ -217,7 +231,13 @@ def _engine(
         hbm.pool,
         identity,
         EngineConfig(
-            Limits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.longest_prefix_first),
+            Limits(
+                settings.max_num_batched_tokens,
+                settings.max_num_seqs,
+                settings.longest_prefix_first,
+                settings.preemption,
+                admission,
+            ),
             max_length=settings.max_model_len or model.config.max_positions,
             prefix_cache=settings.prefix_cache,
             seed=settings.seed,

@@ -11,6 +11,7 @@ from kvtier.cli.main import Command, add_commands
 BENCHES = {
     "tiers": "bandwidth and latency of each configured tier, beside the limit of this machine",
     "serve": "load on any OpenAI-compatible server: latency percentiles, throughput, goodput",
+    "engine": "the bundled engine with its cache and without, in turns, on workloads that people run",
 }
 """Measurement -> its line in ``kvtier bench --help``."""
 

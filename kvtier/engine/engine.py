@@ -126,6 +126,11 @@ class Engine:
         return len(self._groups)
 
     @property
+    def vocab(self) -> int:
+        """Token ids are below it."""
+        return self._model.config.vocab
+
+    @property
     def pace(self) -> Pace | None:
         """How a paced model has kept its time; None for any other."""
         return self._model.pace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 import socket
@@ -143,7 +142,7 @@ def other_row(it: Directory) -> None:
 
 def reheaded(it: Directory, **changes: Any) -> None:
     page = bytearray(HEADER_BYTES)
-    dataclasses.replace(it.batch.headers[3], **changes).pack_into(memoryview(page))
+    it.batch.headers[3]._replace(**changes).pack_into(memoryview(page))
     it.write(3, bytes(page))
     it.whole -= {3}
 
@@ -402,7 +401,7 @@ class Shared:
 
     def frame(self, index: int, **changes: Any) -> bytes:
         page = bytearray(HEADER_BYTES)
-        header = dataclasses.replace(self.batch.headers[index], **changes)
+        header = self.batch.headers[index]._replace(**changes)
         header.pack_into(memoryview(page), keyed_summer(b"k") if changes.get("codec") == 99 else PLAIN)
         return bytes(page) + bytes(self.batch.sources[index][:5000])
 

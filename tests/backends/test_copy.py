@@ -11,7 +11,7 @@ import torch
 
 from kvtier.abc.medium import Iovec, Outcome, SlotMedium, Status
 from kvtier.codec.catalogue import codec_named
-from kvtier.codec.frame import content_sum
+from kvtier.codec.frame import HEADER_BYTES, content_sum
 from kvtier.errors import MediumUnavailable
 from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.hbm import HbmMedium
@@ -127,6 +127,29 @@ def test_every_single_corrupted_byte_is_noticed(seed: int) -> None:
             (outcome,), (header,) = read_frames(medium, batch.names, batch.into, batch.asked, codec, now=0.0)
             assert (outcome.status, header) == (Status.CORRUPT, None)
             assert outcome.detail
+
+
+def test_one_bad_block_of_a_batch_is_the_one_that_is_named() -> None:
+    medium, batch, codec = MemoryMedium(), Batch(6, 3000), codec_named("raw")
+    write_frames(medium, batch.names, batch.sources, batch.headers, codec)
+    first, second, third, fourth = (medium.values[name] for name in batch.names[:4])
+    medium.values[batch.names[0]] = first[:-1] + bytes([first[-1] ^ 1])
+    medium.values[batch.names[1]] = second[:HEADER_BYTES] + third[HEADER_BYTES:]
+    medium.values[batch.names[2]] = fourth
+    medium.values[batch.names[3]] = fourth[:-1]
+    del medium.values[batch.names[4]]
+    outcomes, headers = read_frames(medium, batch.names, batch.into, batch.asked, codec, now=0.0)
+    assert [outcome.detail[:16] for outcome in outcomes] == [
+        "stored sum does ",
+        "stored sum does ",
+        f"key {batch.asked[3].key.hex()[:12]}",
+        "2999 bytes came ",
+        "",
+        "",
+    ]
+    assert [outcome.status for outcome in outcomes] == [*[Status.CORRUPT] * 4, Status.ABSENT, Status.DONE]
+    assert headers == [None] * 5 + [batch.headers[5]]
+    assert batch.arrived_whole(5)
 
 
 def test_a_medium_that_is_gone_is_reported(workers: Executor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import logging
 import os
@@ -273,7 +272,7 @@ def test_a_lost_or_corrupt_database_is_rebuilt_from_the_header_pages(
     batch, slots = Batch(4, BLOCK), [5, 2, 8, 0]
     demoted(medium, batch, slots)
     older = Batch(4, BLOCK)
-    older.headers = [dataclasses.replace(header, created=1.0) for header in older.headers]
+    older.headers = [header._replace(created=1.0) for header in older.headers]
     write_frames(medium, [20, 21, 22, 23], older.sources, older.headers, RAW)  # the same blocks, freed: stale copies
     path, start = TestSuite()._place(medium, 2)
     with path.open("r+b") as file:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -209,7 +208,7 @@ def test_a_rebuilt_index_knows_all_that_the_lost_one_knew(tmp_path: Path, spoil:
     tier = tier_over(medium)
     for number in range(8):
         batch = Batch(EACH, BLOCK, seed=number, expires_at=5e9 + number)
-        batch.headers = [replace(header, tenant=bytes([number]) * 16) for header in batch.headers]
+        batch.headers = [header._replace(tenant=bytes([number]) * 16) for header in batch.headers]
         assert all(outcome.done for outcome in tier.put(parcels(batch)))
     before = known(medium.journal.load())
     tier.close()

@@ -34,7 +34,7 @@ def header(**changes: object) -> FrameHeader:
     made = FrameHeader.of(
         SPAN, 1, Shard(1, 2, 3, 4), LAYOUT, raw_bytes=368640, content=b"c" * 16, created=5.5, expires_at=99.0
     )
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return made._replace(**changes)  # type: ignore[arg-type]
 
 
 def page(of: FrameHeader | None = None) -> memoryview:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +103,7 @@ def test_nothing_of_a_block_stands_in_its_frame(codec: str, seed: int) -> None:
     some = Blocks(70_000, seed=seed)
     for block in some.blocks:
         block[1000:1064] = b"plain words that must not be read by anybody, not even one time."
-    some.headers = [replace(h, content=content_sum(b)) for h, b in zip(some.headers, some.blocks, strict=True)]
+    some.headers = [h._replace(content=content_sum(b)) for h, b in zip(some.headers, some.blocks, strict=True)]
     some.write(codec=codec)
     for index, block in enumerate(some.blocks):
         value = some.value(index)
@@ -145,7 +144,7 @@ def test_every_single_flipped_byte_is_noticed(codec: str, seed: int) -> None:
 def with_header(value: bytearray, summer: Summer = PLAIN, **changes: object) -> bytearray:
     """The frame under another header, with a header sum that is right: what somebody who knows the format can do."""
     header = FrameHeader.parse(memoryview(value), summer)
-    replace(header, **changes).pack_into(memoryview(value), summer)  # type: ignore[arg-type]
+    header._replace(**changes).pack_into(memoryview(value), summer)  # type: ignore[arg-type]
     return value
 
 
@@ -187,7 +186,7 @@ def test_halves_of_two_frames_do_not_open() -> None:
 
 def test_each_tenant_has_a_key_of_its_own() -> None:
     some = Blocks(5000, 2)
-    some.headers[1] = replace(some.headers[1], tenant=b"u" * 16)
+    some.headers[1] = some.headers[1]._replace(tenant=b"u" * 16)
     some.write()
     assert all(outcome.done for outcome in some.read())
     assert MINE._key(TENANT) != MINE._key(b"u" * 16) != OTHER._key(b"u" * 16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from dataclasses import replace
 
 from kvtier.codec.frame import FrameHeader
 from kvtier.key import Address
@@ -61,7 +60,7 @@ def test_headers_come_back_as_they_were() -> None:
 def test_a_slot_used_again_has_nothing_of_the_block_before() -> None:
     arena = Arena(DramMedium(4, GEOMETRY.block_bytes, prefault=False), LruPolicy(4))
     show(arena, headers_of(1, 4))
-    later = [(address, replace(header, tenant=bytes([7]) * 16)) for address, header in headers_of(2, 4)]
+    later = [(address, header._replace(tenant=bytes([7]) * 16)) for address, header in headers_of(2, 4)]
     show(arena, later)
     for address, header in later:
         slot = arena.pool.slot(address)

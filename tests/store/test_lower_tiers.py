@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -182,7 +181,7 @@ def test_a_frame_that_lies_about_its_place_in_the_chain_is_not_believed() -> Non
     name = bench.store.geometry.addresses(keys)[1]
     value = bytearray(shared.values[name])
     made = FrameHeader.parse(memoryview(value))
-    dataclasses.replace(made, parent=made.key).pack_into(memoryview(value))
+    made._replace(parent=made.key).pack_into(memoryview(value))
     shared.values[name] = bytes(value)
     assert bench.load(keys) == 1
     assert bench.store.explain("r")[1].reason is Reason.SUM_FAILED

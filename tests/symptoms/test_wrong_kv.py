@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -223,7 +222,7 @@ def lied(value: bytes, **changes: object) -> bytes:
     """The same frame under a header that says something else, with a sum that is right for it."""
     page = bytearray(value)
     header = FrameHeader.parse(memoryview(value))
-    replace(header, **changes).pack_into(memoryview(page))  # type: ignore[arg-type]  # fields by name
+    header._replace(**changes).pack_into(memoryview(page))  # type: ignore[arg-type]  # fields by name
     return bytes(page)
 
 

@@ -234,7 +234,9 @@ class EngineSettings:
         f"blocks that HBM (on a CPU: the engine's own memory) holds; none: {HBM_BLOCKS}, of a paced model less",
         at_least=2,
     )
-    hbm_policy: str = _setting("lru", "eviction policy of HBM: lru or fifo")
+    hbm_policy: str = _setting(
+        "lru", "eviction policy of HBM: lru, fifo, lfu, slru, arc, s3fifo, sieve, wtinylfu, gdsf or ttl"
+    )
     max_model_len: int | None = _setting(
         None, "longest sequence in tokens; none: what the model was made for", at_least=1
     )

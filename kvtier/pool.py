@@ -221,6 +221,13 @@ class BlockPool:
             if entry is not None:
                 touch(entry, now)
 
+    def refresh(self, slots: Sequence[Slot], now: float) -> None:
+        """Note that a use of a chain (head first) which `touch` or `commit` told of has ended."""
+        refresh = self._policy.refresh
+        for entry in map(self._entry.__getitem__, reversed(slots)):
+            if entry is not None:
+                refresh(entry, now)
+
     def acquire(self, slots: Sequence[Slot]) -> None:
         """One more reference to each of ``slots`` (distinct, not FREE)."""
         refs = self._refs[slots] + 1

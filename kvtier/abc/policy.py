@@ -19,6 +19,7 @@ class EntryMeta(NamedTuple):
     """Seconds that making it again would take; 0 where nobody said."""
     priority: int = 0
     expires_at: float | None = None
+    """On the clock of the pool's ``now``."""
     tenant: bytes = b""
 
 
@@ -38,6 +39,9 @@ class EvictionPolicy(ABC):
     def touch(self, entry: Address, now: float) -> None:
         """A resident entry was used."""
 
+    def refresh(self, entry: Address, now: float) -> None:  # noqa: B027 - not every policy goes by recency
+        """A use that ``insert`` or ``touch`` told of goes on or has ended: the latest by recency, but no second use."""
+
     @abstractmethod
     def remove(self, entry: Address, *, evicted: bool) -> None:
         """A resident entry has gone: evicted as a victim (a ghost may stay), or dropped (none may)."""
@@ -46,5 +50,7 @@ class EvictionPolicy(ABC):
     def victims(self, count: int, protected: Container[Address], now: float) -> list[Address] | None:
         """``count`` distinct resident entries outside ``protected``, first to go first; None where there are not so many.
 
-        Nothing changes: the caller says with ``remove`` which ones really went.
+        Nothing changes: the caller says with ``remove`` which ones really went, or what went in their place. Whatever a
+        search would move (a hand, a queue's order) is moved when a victim that it led to goes, and only where no other
+        call but ``remove`` has come in between.
         """

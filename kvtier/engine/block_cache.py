@@ -61,7 +61,7 @@ class BlockCache:
     def free(self, sequence: TokenSequence) -> None:
         """Take back a sequence's references; what it published stays, to be found until it is evicted."""
         if sequence.slots:
-            self.pool.touch(sequence.slots, self._clock())
+            self.pool.refresh(sequence.slots, self._clock())
             self.pool.release(sequence.slots, self._clock())
         sequence.slots = []
         sequence.computed = sequence.committed = 0

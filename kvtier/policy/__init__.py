@@ -7,10 +7,29 @@ from collections.abc import Callable
 from kvtier.abc.policy import EvictionPolicy
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
+from kvtier.policy.arc import ArcPolicy
 from kvtier.policy.fifo import FifoPolicy
+from kvtier.policy.gdsf import GdsfPolicy
+from kvtier.policy.lfu import LfuPolicy
 from kvtier.policy.lru import LruPolicy
+from kvtier.policy.s3fifo import S3FifoPolicy
+from kvtier.policy.sieve import SievePolicy
+from kvtier.policy.slru import SlruPolicy
+from kvtier.policy.ttl import TtlPolicy
+from kvtier.policy.wtinylfu import WTinyLfuPolicy
 
-_KINDS: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LruPolicy, "fifo": FifoPolicy}
+_KINDS: dict[str, Callable[[int], EvictionPolicy]] = {
+    "lru": LruPolicy,
+    "fifo": FifoPolicy,
+    "lfu": LfuPolicy,
+    "slru": SlruPolicy,
+    "arc": ArcPolicy,
+    "s3fifo": S3FifoPolicy,
+    "sieve": SievePolicy,
+    "wtinylfu": WTinyLfuPolicy,
+    "gdsf": GdsfPolicy,
+    "ttl": TtlPolicy,
+}
 
 
 def names() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container
 from itertools import islice
 
@@ -12,11 +13,9 @@ from kvtier.key import Address
 class FifoPolicy(EvictionPolicy):
     """Evicts what came first, used or not."""
 
-    __slots__ = ("_order",)
-
     def __init__(self, capacity: int) -> None:
         del capacity  # keeps no ghosts
-        self._order: dict[Address, None] = {}
+        self._order: OrderedDict[Address, None] = OrderedDict()
 
     def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
         self._order[entry] = None

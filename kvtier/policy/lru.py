@@ -23,6 +23,9 @@ class LruPolicy(EvictionPolicy):
     def touch(self, entry: Address, now: float) -> None:
         self._order.move_to_end(entry)
 
+    def refresh(self, entry: Address, now: float) -> None:
+        self.touch(entry, now)
+
     def remove(self, entry: Address, *, evicted: bool) -> None:
         del self._order[entry]
 

@@ -76,6 +76,8 @@ class PolicySuite:
             if one in resident and rng.random() < 0.2:
                 policy.remove(one, evicted=False)
                 del resident[one]
+            elif one in resident and rng.random() < 0.2:
+                policy.refresh(one, now)
             elif one in resident:
                 policy.touch(one, now)
             else:

@@ -24,6 +24,46 @@ class TestFifo(PolicySuite):
         return policy.make("fifo", capacity)
 
 
+class TestLfu(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("lfu", capacity)
+
+
+class TestSlru(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("slru", capacity)
+
+
+class TestArc(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("arc", capacity)
+
+
+class TestS3Fifo(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("s3fifo", capacity)
+
+
+class TestSieve(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("sieve", capacity)
+
+
+class TestWTinyLfu(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("wtinylfu", capacity)
+
+
+class TestGdsf(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("gdsf", capacity)
+
+
+class TestTtl(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("ttl", capacity)
+
+
 class Fewer(LruPolicy):
     """Gives what it has where it should say that there are not so many."""
 

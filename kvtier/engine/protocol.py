@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from kvtier.abc.store import Selection
-from kvtier.engine.sampler import SamplingParams
+from kvtier.abc.store import NO_HINTS, Hints, Selection
+from kvtier.engine.sampler import MAX_LOGPROBS, SamplingParams
 from kvtier.errors import RequestError
+from kvtier.params import nearest
 
 MAX_PROMPTS = 128
 """Prompts in one completions body."""
+MAX_TOOLS = 128
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
@@ -43,14 +46,14 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""Parameters that are not supported, with the values that ask for nothing."""
+"""Parameters that are not supported, at least by one kind of request, with the values that ask for nothing."""
 
 _WITHOUT_EFFECT = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 )
 """Parameters of the OpenAI service itself, none of which has a say in the tokens."""
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound="_Strict")
 
 
 class ParameterError(RequestError):
@@ -71,6 +74,24 @@ class StreamOptions(_Strict):
     """Padding against guessing lengths from traffic; there is none either way on loopback."""
 
 
+class HintsBody(_Strict):
+    """``kv_hints``: see `kvtier.abc.store.Hints`."""
+
+    priority: int | None = None
+    pin_seconds: float | None = None
+    no_store: bool | None = None
+    no_load: bool | None = None
+    max_wait_ms: float | None = None
+    store_generated: bool | None = None
+
+    def hints(self) -> Hints:
+        """Raises `RequestError` for values that mean nothing."""
+        try:
+            return Hints(**self.model_dump(exclude_none=True))
+        except ValueError as wrong:
+            raise ParameterError(f"kv_hints: {wrong}", "kv_hints") from None
+
+
 class Body(_Strict):
     """What both kinds of request have in common."""
 
@@ -89,6 +110,10 @@ class Body(_Strict):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     """Requests share cached blocks only where their salts are equal."""
+    kv_hints: HintsBody | None = None
+
+    def hints(self) -> Hints:
+        return NO_HINTS if self.kv_hints is None else self.kv_hints.hints()
 
     @property
     def usage_in_stream(self) -> bool:
@@ -96,6 +121,10 @@ class Body(_Strict):
 
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    def alternatives(self) -> int | None:
+        """How many alternatives are reported with each token; None: no log probabilities at all."""
+        return None
 
     def sampling(self) -> SamplingParams:
         """Raises `RequestError` for values that mean nothing."""
@@ -113,6 +142,7 @@ class Body(_Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             n=_or(self.n, 1),
+            logprobs=self.alternatives(),
         )
 
 
@@ -120,9 +150,13 @@ class CompletionBody(Body):
     """``POST /v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | Literal[False] | None = None
 
     def token_limit(self) -> int | None:
         return _or(self.max_tokens, 16)
+
+    def alternatives(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself, as text or as token ids."""
@@ -142,26 +176,118 @@ class TextPart(_Strict):
     text: str
 
 
+def _function(one: dict[str, Any]) -> dict[str, Any]:
+    """A tool, or a call of one, as it was sent: templates get it in the client's own order of fields."""
+    function = one.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if one.get("type") != "function" or not isinstance(name, str) or not name:
+        raise ValueError('wanted is {"type": "function", "function": {"name": ..., ...}}')
+    return one
+
+
+Function = Annotated[dict[str, Any], AfterValidator(_function)]
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object: clients send them as JSON in a text, templates want them read."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise ParameterError("messages: the arguments of a tool call are not a JSON object", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    """What an assistant's turn called."""
+    tool_call_id: str | None = None
+    """Which call a tool's turn answers."""
+    name: str | None = None
+    """Of the tool that answers."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits_its_role(self) -> ChatMessage:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("tool_calls belong to messages of the assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("messages of a tool, and only they, have a tool_call_id")
+        if self.name is not None and self.role != "tool":
+            raise ValueError("name is only supported in messages of a tool")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
 
     def plain(self) -> dict[str, object]:
         """As chat templates read it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        more: dict[str, object] = {"tool_call_id": self.tool_call_id, "name": self.name}
+        if self.tool_calls:
+            more["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
+        return {"role": role, "content": text, **{key: value for key, value in more.items() if value is not None}}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Tools = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
 
 
 class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+
+    @property
+    def shown_tools(self) -> Tools | None:
+        """The tools that the model is told of."""
+        return None if self.tool_choice == "none" else self.tools
+
+    def alternatives(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ParameterError("top_logprobs is only allowed with logprobs=true", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise ParameterError(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs"
+            )
+        return _or(self.top_logprobs, 0) if self.logprobs else None
 
     def token_limit(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ParameterError("max_tokens and max_completion_tokens contradict each other", "max_completion_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeBody(_Strict):
+    """``POST /tokenize``, as vLLM has it: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    """Whether what the model expects around a text is added; by default for a text, and not for a conversation."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    def text(self) -> str | None:
+        """None where it is a conversation. Raises `RequestError` where it is both, or neither."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ParameterError("either prompt or messages is wanted", "prompt")
+        if self.messages is None and self.tools:
+            raise ParameterError("tools go with messages", "tools")
+        return self.prompt
 
 
 def parse(kind: type[B], raw: bytes) -> B:
@@ -172,7 +298,7 @@ def parse(kind: type[B], raw: bytes) -> B:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    for name in _NEUTRAL.keys() & body.keys():
+    for name in (_NEUTRAL.keys() & body.keys()) - kind.model_fields.keys():
         value = body.pop(name)
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL[name]):
             raise ParameterError(f"{name} is not supported by this server", name)
@@ -225,6 +351,11 @@ def _named(error: pydantic.ValidationError, body: dict[str, Any]) -> ParameterEr
     first = error.errors(include_url=False, include_input=False)[0]
     path = [str(step) for step in first["loc"]]
     name = path[0] if path else ""
+    if first["type"] == "extra_forbidden" and name == "kv_hints":
+        hint = path[-1]
+        return ParameterError(
+            f"kv_hints: unknown hint {hint!r}{nearest(hint, [each.name for each in fields(Hints)])}", name
+        )
     if first["type"] == "extra_forbidden":
         return ParameterError(f"{'.'.join(path)} is not supported by this server", name)
     if first["type"] == "missing" and name not in body:

@@ -129,7 +129,7 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[tu
     result = []
     for row, token in zip(logits, tokens, strict=True):
         values = torch.log_softmax(row.double(), dim=-1)
-        top = values.topk(count)
+        top = values.topk(min(count, len(values)))
         best = [Logprob(i, v) for i, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
         result.append((Logprob(token, float(values[token])), best))
     return result

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from kvtier.abc.store import Cleared, Selection
 from kvtier.engine.answer import Answer, ChatAnswer, TextAnswer
 from kvtier.engine.async_engine import AsyncEngine
-from kvtier.engine.protocol import Body, ChatBody, CompletionBody, ParameterError, parse, parse_clear
+from kvtier.engine.conversation import rendered
+from kvtier.engine.protocol import Body, ChatBody, CompletionBody, ParameterError, TokenizeBody, parse, parse_clear
 from kvtier.engine.request import FinishReason, Request
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import RequestError
@@ -69,6 +70,7 @@ def make_app(engine: AsyncEngine, served: Served) -> Starlette:
         routes=[
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
@@ -89,7 +91,7 @@ class _Server:
 
     async def completions(self, http: HttpRequest) -> Response:
         body = parse(CompletionBody, await _read(http))
-        self._check_model(body)
+        self._check_model(body.model)
         ids = [
             await asyncio.to_thread(self._tokenizer("prompt").encode, prompt) if isinstance(prompt, str) else prompt
             for prompt in body.prompts()
@@ -98,11 +100,33 @@ class _Server:
 
     async def chat(self, http: HttpRequest) -> Response:
         body = parse(ChatBody, await _read(http))
-        self._check_model(body)
+        self._check_model(body.model)
         tokenizer = self._tokenizer("messages")
-        text = tokenizer.apply_chat_template([message.plain() for message in body.messages])
+        text = await asyncio.to_thread(rendered, tokenizer, body.messages, body.shown_tools)
         ids = await asyncio.to_thread(tokenizer.encode, text, False)  # noqa: FBT003 - to_thread takes positions only
         return await self._answer(http, body, [ids], ChatAnswer)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """As vLLM's: what a text or a conversation is in tokens, and how many this engine holds."""
+        body = parse(TokenizeBody, await _read(http))
+        self._check_model(body.model)
+        text = body.text()
+        tokenizer = self._tokenizer("prompt" if text is not None else "messages")
+        special = text is not None if body.add_special_tokens is None else body.add_special_tokens
+        if text is None:
+            assert body.messages is not None, "a body is one of the two"
+            text = await asyncio.to_thread(
+                rendered, tokenizer, body.messages, body.tools, add_generation_prompt=body.add_generation_prompt
+            )
+        ids = await asyncio.to_thread(tokenizer.encode, text, special)
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": self._engine.engine.max_length,
+                "tokens": ids,
+                "token_strs": [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
+            }
+        )
 
     async def models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -158,16 +182,17 @@ class _Server:
             raise ParameterError("this model has no tokenizer; send token ids to /v1/completions", param)
         return tokenizer
 
-    def _check_model(self, body: Body) -> None:
-        if body.model not in (None, self._served.model):
-            raise HTTPException(404, f"the model {body.model!r} does not exist here; {self._served.model!r} does")
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self._served.model):
+            raise HTTPException(404, f"the model {model!r} does not exist here; {self._served.model!r} does")
 
     async def _answer(self, http: HttpRequest, body: Body, prompts: list[list[int]], kind: type[Answer]) -> Response:
-        sampling = body.sampling()
-        answer = kind(self._served.model, len(prompts), sampling.n, body.usage_in_stream)
+        sampling, hints = body.sampling(), body.hints()
+        tokenizer = self._engine.engine.tokenizer
+        answer = kind(self._served.model, len(prompts), sampling, tokenizer, body.usage_in_stream)
         base = uuid.uuid4().hex
         requests = [
-            Request(f"{base}-{index}", tuple(prompt), sampling, salt=body.cache_salt)
+            Request(f"{base}-{index}", tuple(prompt), sampling, salt=body.cache_salt, hints=hints)
             for index, prompt in enumerate(prompts)
         ]
         chunks = self._chunks(answer, requests)
@@ -293,7 +318,7 @@ async def _request_error(_: HttpRequest, error: Exception) -> Response:
 def _blamed(message: str) -> str | None:
     """The parameter that a message of the engine begins with, if it does."""
     name = message.partition(" ")[0]
-    return name if name in Body.model_fields else None
+    return name if name in CompletionBody.model_fields else None
 
 
 async def _http_error(_: HttpRequest, error: Exception) -> Response:

@@ -144,6 +144,16 @@ class Tokenizer:
         text = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
         return b"" if text is None else self._alphabet.encode(text)
 
+    def token_text(self, token: int) -> str:
+        """A token by itself, for a person: bytes that are no text as ``bytes:\\xe2\\x80``, one without any as ``token_id:5``."""
+        raw = self.token_bytes(token, skip_special=False)
+        if not raw:
+            return f"token_id:{token}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``tokens``; bytes that are no UTF-8 become U+FFFD."""
         joined = b"".join(self.token_bytes(token, skip_special) for token in tokens)
@@ -154,9 +164,15 @@ class Tokenizer:
         return Detokenizer(self)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: object
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **extra: object,
     ) -> str:
         """The prompt that the checkpoint's template makes of a conversation; ``extra`` reaches the template as it is.
+
+        Whether ``tools`` are in it is the template's business.
 
         Encode it with ``add_special=False``. Raises `RequestError` where there is no template or it refuses the messages.
         """
@@ -164,9 +180,12 @@ class Tokenizer:
             raise RequestError("this model has no chat template; use plain completions")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **{**self._special, **extra}
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **{**self._special, **extra},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
 
 

@@ -57,13 +57,13 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """One token per byte, and two control tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     tokens = (*(alphabet[byte] for byte in range(256)), "<|start|>", "<|end|>")
-    return Tokenizer(TokenizerSource(Vocabulary("gpt-2", tokens, (), frozenset({256, 257})), TEMPLATE))
+    return Tokenizer(TokenizerSource(Vocabulary("gpt-2", tokens, (), frozenset({256, 257})), template))
 
 
 _MODEL: list[LlamaModel] = []
@@ -97,13 +97,14 @@ def make_engine(
     stall_seconds: float = 60.0,
     recompute_sample: float = 0.0,
     metrics: EngineMetrics | None = None,
+    template: str = TEMPLATE,
 ) -> Engine:
     shape = (CONFIG.layers, 2, BLOCK, CONFIG.kv_heads, CONFIG.head_dim)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype]
     hbm = HbmMedium.allocate(blocks, shape, dtype)
     return Engine(
         tiny_model(),
-        make_tokenizer(),
+        make_tokenizer(template),
         hbm,
         hbm.tensor,
         BlockPool(blocks, LruPolicy(blocks)),
@@ -207,6 +208,8 @@ class _Scheduler(SchedulerConnector):
         self.saves: list[SavePlan] = []
         self.busy = 0
         self.asked = 0
+        self.hints: list[tuple[str, int, Hints]] = []
+        """What matches (with their blocks) and offers (with theirs) came with, in order."""
 
     def get_num_new_matched_tokens(
         self, request_id: str, span: Span, computed_blocks: int = 0, hints: Hints = NO_HINTS
@@ -214,6 +217,7 @@ class _Scheduler(SchedulerConnector):
         self.owner.verb("get_num_new_matched_tokens")
         self.asked += 1
         assert span.depth == 0 and computed_blocks <= len(span)
+        self.hints.append(("match", len(span), hints))
         faults, rng = self.owner.faults, self.owner.random
         assert self.matches.get(request_id, (span, computed_blocks))[1] == computed_blocks, "a live match cannot move"
         if request_id not in self.matches:
@@ -241,9 +245,10 @@ class _Scheduler(SchedulerConnector):
     def offer(self, request_id: str, span: Span, slots: Sequence[int], hints: Hints = NO_HINTS) -> int:
         self.owner.verb("offer")
         assert len(span) == len(slots) > 0
+        self.hints.append(("offer", len(span), hints))
         taken = min(len(slots), self.owner.faults.save_cap - self.busy)
         if taken > 0:
-            self.saves.append(SavePlan(request_id, span.head(taken), tuple(slots[:taken])))
+            self.saves.append(SavePlan(request_id, span.head(taken), tuple(slots[:taken]), hints))
             self.busy += taken
         return max(taken, 0)
 

@@ -10,81 +10,23 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from kvtier.engine.architecture import FAMILIES
-from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import SamplingParams
-from kvtier.engine.server import MAX_BODY_BYTES, Served, make_app
+from kvtier.engine.server import MAX_BODY_BYTES
 from kvtier.engine.stop import StopMatcher
-from kvtier.metrics import Metrics
 from kvtier.testing.requirements import require_installed
 
+from .serving import CHAT, Running
 from .support import DictConnector, Faults, make_engine, make_tokenizer
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-CHAT = [{"role": "user", "content": "hello there"}]
-
-
-class Running:
-    """A server on a thread of its own, on a free port of loopback."""
-
-    def __init__(self, connector: DictConnector | None = None) -> None:
-        self.metrics = Metrics()
-        self.connector = connector
-        self.core = make_engine(96, connector=connector, metrics=self.metrics.engine)
-        self.engine = AsyncEngine(self.core, max_open=12)
-        self.tiers = {"hbm": "ok", "redis": "ok"}
-        self.notes: list[str] = []
-        served = Served(
-            "tiny",
-            exact=True,
-            tiers=lambda: self.tiers,
-            notes=lambda: self.notes,
-            metrics=self.metrics.render,
-            shutdown_seconds=2.0,
-        )
-        self.server = uvicorn.Server(uvicorn.Config(make_app(self.engine, served), port=0, log_config=None))
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
-
-    def __enter__(self) -> Self:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self.thread.join(10.0)
-        self.socket.close()
-        assert not self.thread.is_alive()
-
-    def until_idle(self) -> None:
-        deadline = time.monotonic() + 5.0
-        while self.core.has_work:
-            assert time.monotonic() < deadline, "requests are still open"
-            time.sleep(0.002)
-        assert self.core.check_integrity() == []
-
-    def post(self, path: str, body: object, **more: object) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=10.0, **more)  # type: ignore[arg-type]
-
-    def complete(self, **body: object) -> httpx.Response:
-        return self.post(
-            "/v1/completions", {"model": "tiny", "prompt": "abc", "max_tokens": 4, "temperature": 0, **body}
-        )
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +127,11 @@ def test_stop_strings_never_show(client: openai.OpenAI, streamed: bool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        ({"logprobs": 3}, "logprobs"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"best_of": 2}, "best_of"),
@@ -230,8 +175,14 @@ def test_a_wrong_parameter_is_named(
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages"),
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": CHAT, "tools": [{"type": "other", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": CHAT, "logprobs": 2}, "logprobs"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "assistant"}]}, "messages"),
         ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": CHAT, "logprobs": True}, "logprobs"),
         ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     ],
 )

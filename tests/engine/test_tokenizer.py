@@ -104,7 +104,7 @@ def test_templates_have_the_functions_that_transformers_gives_them() -> None:
         "{{ bos_token }}{{ tools | tojson }}{% for m in messages %}{% if m.role == 'odd' %}{{ raise_exception('no odd roles') }}"
         "{% endif %}{% continue %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
-    assert template.apply_chat_template([{"role": "user"}], tools=["ü"]) == CONTROL[0] + '["ü"]4'
+    assert template.apply_chat_template([{"role": "user"}], tools=[{"ü": 1}]) == CONTROL[0] + '[{"ü": 1}]4'
     with pytest.raises(RequestError, match="no odd roles"):
         template.apply_chat_template([{"role": "odd"}], tools=[])
 

@@ -1,0 +1,263 @@
+"""``kvtier bench engine`` on a tiny checkpoint: what its rows count, how ways to batch are compared, and how it ends early."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.bench.ablation import EVERY, IDEAS, Memory, Slab, StaticBatch
+from kvtier.bench.drive import Drive, store_cpu_seconds
+from kvtier.bench.engine import Passes, compare, declined_tokens
+from kvtier.bench.ratio import Ratio, ratio_of_medians
+from kvtier.bench.report import Stopped
+from kvtier.bench.workloads import WORKLOADS, Arrival, Conversation, Draw, arrivals
+from kvtier.cli.assemble import assemble
+from kvtier.cli.main import main
+from kvtier.config import Settings, resolve
+from kvtier.engine.scheduler import Admission
+from kvtier.metrics import Metrics
+from tests.engine.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROW = {
+    "workload", "cache", "tiers", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "tokens_per_s", "hit_rate",
+    "loaded_tokens", "recomputed_on_purpose",
+}  # fmt: skip
+"""What each row has at least."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16)
+
+
+def settings(tiny: Path, **more: object) -> Settings:
+    flags = {"model": str(tiny), "threads": 1, "tiers": ["dram://?capacity=16MiB"], "gate": "off", **more}
+    return resolve(flags, {}).settings
+
+
+def bench(tiny: Path, out: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    common = ["--model", str(tiny), "--threads", "1", "--tier", "dram://?capacity=16MiB", "--json", str(out)]
+    code = main(["bench", "engine", *common, *flags])
+    return code, json.loads(out.read_text())
+
+
+def test_hits_are_those_counted_by_hand(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--scale", "0.25", "--hbm-blocks", "400", "--seed", "3", "--workloads", "documents,unique"]
+    code, report = bench(tiny, tmp_path / "out.json", *flags)
+    rows = report["rows"]
+    assert code == 0 and report["complete"] and report["seed"] == 3
+    assert [(row["workload"], row["cache"]) for row in rows] == [
+        ("documents", "on"), ("documents", "off"), ("unique", "on"), ("unique", "off"),
+    ]  # fmt: skip
+    assert all(set(row) >= ROW for row in rows)
+    # Six documents of 128 tokens, four questions of 8 about each: three of four find the document's eight blocks.
+    assert rows[0]["hit_rate"] == pytest.approx(3 * 128 / (4 * 136))
+    assert [row["hit_rate"] for row in rows[1:]] == [0, 0, 0]
+    assert [row["tiers"] for row in rows] == ["hbm,dram", "none"] * 2
+    assert all(row["loaded_tokens"] == 0 for row in rows)  # HBM holds all of it
+    assert all(row["ttft_ratio"]["verdict"] == "too few pairs to say" for row in rows)
+    shown = capsys.readouterr().out
+    assert "seed 3" in shown and "documents" in shown
+
+
+def test_what_hbm_cannot_hold_comes_from_the_tiers(tiny: Path, tmp_path: Path) -> None:
+    flags = ["--scale", "0.25", "--workloads", "documents", "--gate", "off", "--pairs", "2"]
+    _, report = bench(tiny, tmp_path / "out.json", *flags)
+    on, off = report["rows"]
+    assert on["loaded_tokens"] > 0 and off["loaded_tokens"] == 0
+    assert on["prompt_tokens"] == off["prompt_tokens"] == 2 * 24 * 136
+
+
+def test_the_gates_counter_is_what_was_recomputed_on_purpose() -> None:
+    metrics = Metrics()
+    assert declined_tokens(metrics) == 0
+    for tier, verdict, tokens in (("dram", "declined", 32), ("nvme", "declined", 16), ("dram", "admitted", 64)):
+        metrics.gate_tokens.labels(tier, verdict).inc(tokens)
+    assert declined_tokens(metrics) == 48
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_come_from_their_seed_and_have_one_shape(name: str) -> None:
+    def shape(conversations: list[Conversation]) -> list[object]:
+        return [
+            (len(each.opening), [(len(part.tokens), part.answer, part.n) for part in each.rounds])
+            for each in conversations
+        ]
+
+    made = WORKLOADS[name](Draw(300, 7, 0.5))
+    assert made == WORKLOADS[name](Draw(300, 7, 0.5))
+    assert made != WORKLOADS[name](Draw(300, 8, 0.5))
+    assert shape(made) == shape(WORKLOADS[name](Draw(2, 7, 0.5)))
+    texts = [each.opening for each in made if each.opening]
+    assert (len(set(texts)) == 1) == (name == "chat")
+
+
+def test_arrivals_have_the_same_lengths_and_times_for_every_vocabulary() -> None:
+    few, many = (arrivals(Draw(vocab, 5), 40, 10.0) for vocab in (2, 50_000))
+    assert [(a.time_s, len(a.prompt), a.answer) for a in few] == [(a.time_s, len(a.prompt), a.answer) for a in many]
+    assert sum(each.long for each in many) == 5
+    assert [each.time_s for each in many] == sorted(each.time_s for each in many)
+
+
+# -- ratios
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [
+        (Ratio(1.0, 0.97, 1.03, 7), "holds"),
+        (Ratio(0.96, 0.93, 0.99, 7), "holds"),
+        (Ratio(0.94, 0.92, 0.97, 7), "slower"),
+        (Ratio(1.0, 0.90, 1.10, 7), "inconclusive"),
+        (Ratio(0.97, 0.90, 1.30, 9), "inconclusive"),
+        (Ratio(5.0, 4.00, 6.00, 7), "holds"),
+        (Ratio(0.5, 0.40, 0.60, 7), "slower"),
+        (Ratio(5.0, 4.00, 6.00, 6), "too few pairs to say"),
+    ],
+)
+def test_verdicts(ratio: Ratio, verdict: str) -> None:
+    assert ratio.verdict == verdict
+
+
+def test_the_interval_encloses_the_ratio_that_is_there(seed: int) -> None:
+    rng = random.Random(seed)
+    below = [rng.gauss(1.0, 0.05) for _ in range(25)]
+    above = [1.2 * rng.gauss(1.0, 0.05) for _ in range(25)]
+    found = ratio_of_medians(above, below, 1)
+    assert found.low < 1.2 < found.high and found.high - found.low < 0.2
+    assert found == ratio_of_medians(above, below, 1)
+    assert ratio_of_medians([2.0] * 7, [1.0] * 7, 1) == Ratio(2.0, 2.0, 2.0, 7)
+
+
+# -- one idea off at a time
+
+
+def test_every_idea_can_be_turned_off(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ablate", "all", "--requests", "16", "--rate", "5000", "--scale", "0.25", "--gate", "off"]
+    code, report = bench(tiny, tmp_path / "out.json", *flags)
+    rows = {row["without"]: row for row in report["rows"]}
+    assert code == 0 and list(rows) == [None, *IDEAS]
+    assert all(rows[name]["kv_share"] > 0.75 for name in rows if name != "slab")
+    assert rows["slab"]["kv_share"] < 0.5 and rows["slab"]["hit_rate"] == 0
+    assert rows["swap"]["demoted_tokens"] == 0
+    assert all(row["long_ttft_p50_s"] > 0 and row["tokens_per_s"] > 0 for row in rows.values())
+    assert "no-chunking" in capsys.readouterr().out
+
+
+def run_all(tiny: Path, admission: Admission | None, **more: object) -> list[tuple[int, set[str]]]:
+    """(sequences waiting, ids of those that run) after each step, with twelve requests at once."""
+    engine_settings = settings(tiny, hbm_blocks=64, max_num_seqs=4, **more)
+    assembly, seen = assemble(engine_settings, admission=admission), []
+    rng = random.Random(1)
+    listed = [Arrival(0.0, tuple(rng.randrange(300) for _ in range(40)), 3 + number % 5) for number in range(12)]
+
+    def look() -> None:
+        sequences = assembly.engine.sequences()
+        running = {each.id for each in sequences if each.slots}
+        seen.append((len(sequences) - len(running), running))
+
+    try:
+        played = Drive(assembly.engine).arrivals(listed, look)
+        assert played.tokens == sum(each.answer for each in listed)
+        assert assembly.engine.check_integrity() == []
+    finally:
+        assembly.close()
+    return seen
+
+
+def test_a_slab_lets_so_many_in_as_reserved_lengths_fit(tiny: Path) -> None:
+    assert max(len(running) for _, running in run_all(tiny, Slab(2))) == 2
+    assert max(len(running) for _, running in run_all(tiny, None)) == 4
+
+
+def test_nobody_joins_a_static_batch(tiny: Path) -> None:
+    seen = run_all(tiny, StaticBatch(4))
+    for (_, before), (_, now) in itertools.pairwise(seen):
+        joined = now - before
+        assert not joined or not before & now or (len(before) < 4 and before <= now)
+    batches = {frozenset(running) for _, running in seen if len(running) == 4}
+    assert len(batches) == 3 and not frozenset.intersection(*batches)
+    continuous = run_all(tiny, None)
+    assert any(
+        now - before and before & now and before - now for (_, before), (_, now) in itertools.pairwise(continuous)
+    )
+
+
+@pytest.mark.parametrize(("reserved", "share"), [(None, 41 / 64), (5, 41 / 160)])
+def test_memory_counts_shared_blocks_once(reserved: int | None, share: float) -> None:
+    """Two sequences of 40 and 33 tokens in blocks of 16, the first two of which they share; a third one waits."""
+    sequences = [
+        SimpleNamespace(slots=[0, 1, 2], computed=40),
+        SimpleNamespace(slots=[0, 1, 3], computed=33),
+        SimpleNamespace(slots=[], computed=0),
+    ]
+    engine: Any = SimpleNamespace(sequences=lambda: sequences)
+    memory = Memory(engine, 16, reserved)
+    assert memory.share is None
+    for _ in range(EVERY):
+        memory.look()
+    assert memory.share == pytest.approx(share)
+
+
+# -- endings
+
+
+def test_a_run_that_is_stopped_keeps_its_rows(tiny: Path) -> None:
+    steps = 0
+
+    def proceed() -> None:
+        nonlocal steps
+        steps += 1
+        if steps > 100:  # in the second workload
+            raise Stopped(2)
+
+    found = compare(settings(tiny), Passes(["unique", "chat", "documents"], 1, 2, 0.25), proceed)
+    assert found.stopped is not None and found.stopped.exit_code == 130
+    assert [(row["workload"], row["cache"]) for row in found.rows] == [("unique", "on"), ("unique", "off")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--workloads", "chats"], "--workloads: unknown workload 'chats'; did you mean 'chat'?"),
+        (["--ablate", "slabs"], "--ablate: unknown idea 'slabs'; did you mean 'slab'?"),
+        (["--pairs", "0"], "above 0"),
+        (["--json", "/no/such/folder/out.json"], "--json /no/such/folder/out.json"),
+    ],
+)
+def test_wrong_settings_are_one_line(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", *flags]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_the_stores_threads_are_told_from_others() -> None:
+    def spin(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+        done.wait(5.0)
+
+    done = threading.Event()
+    before = store_cpu_seconds()
+    threads = [threading.Thread(target=spin, args=(0.05,), name=name) for name in ("kvtier-test-0", "other")]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 5
+    while store_cpu_seconds() - before < 0.05 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    spent = store_cpu_seconds() - before
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert 0.05 <= spent < 0.09

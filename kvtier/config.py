@@ -284,6 +284,9 @@ class ServerSettings:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8000, "port to listen on; 0: any free one", at_least=0, at_most=65535)
     uds: str | None = _setting(None, "Unix socket to listen on instead of host and port")
+    record: str | None = _setting(
+        None, "new file for a trace of the requests: times, lengths and block keys, never text, for kvtier replay"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvtier.cli.log import start_logging
-from kvtier.config import ServerSettings, resolve
+from kvtier.config import ServerSettings, Settings, resolve
 from kvtier.config import add_arguments as add_settings
 from kvtier.errors import ConfigError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from kvtier.cli.assemble import Assembly
+    from kvtier.engine.recording import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
         log.warning(
             "%s is not loopback: whoever reaches it can use this server without a password", settings.server.host
         )
-    with closing(_bound(settings.server)) as sock:
+    with closing(_bound(settings.server)) as sock, _recorder(settings) as recorder:
         from kvtier.cli.assemble import assemble
 
         assembly = assemble(settings)
+        assembly.engine.recorder = recorder
         try:
             server = _server(assembly)
             stop.server = server
@@ -63,6 +66,22 @@ def run(args: argparse.Namespace) -> int:
             if not assembly.close():
                 log.warning("not everything could be written down in %.0f s", assembly.drain_seconds)
     return 0
+
+
+@contextlib.contextmanager
+def _recorder(settings: Settings) -> Iterator[Recorder | None]:
+    """Who writes the trace that was asked for; made before the model is loaded, so that a name in use is one line at once."""
+    if settings.server.record is None:
+        yield None
+        return
+    from kvtier.cli import assemble  # noqa: F401 - says in a line what is missing where the engine cannot be imported
+    from kvtier.engine.recording import Recorder
+
+    recorder = Recorder(Path(settings.server.record), settings.engine.block_tokens)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
 
 
 class _Stop:

@@ -26,6 +26,7 @@ from kvtier.engine.exchange import ASK_SECONDS, Exchange
 from kvtier.engine.model import Model, StepBatch
 from kvtier.engine.prefill import PrefillTimes
 from kvtier.engine.recheck import Rechecker
+from kvtier.engine.recording import Recorder
 from kvtier.engine.request import Completion, FinishReason, Output, Request, RequestStats
 from kvtier.engine.sampler import Logprob, logprobs, sample
 from kvtier.engine.scheduler import Limits, Schedule, Scheduler, Work
@@ -99,6 +100,8 @@ class Engine:
         slots = pool.capacity - len(self._own_slots())
         self.max_length = min(config.max_length, model.config.max_positions, slots * block_tokens)
         """Longest sequence that this engine can ever hold."""
+        self.recorder: Recorder | None = None
+        """Who writes down what is asked; whoever sets it closes it."""
         self.progressed = False
         """Whether the last step computed anything."""
         self._model, self._hbm, self._kv, self._clock = model, hbm, kv, clock
@@ -170,6 +173,8 @@ class Engine:
                 forks=sampling.n - 1,
             )
             self._groups[request.id] = [sequence]
+            if self.recorder is not None:
+                self.recorder.came(request.id)
             self._inbox.append(sequence)
         return stats
 
@@ -393,6 +398,8 @@ class Engine:
             if group.request.capture_logits:
                 group.stats.first_logits = logits.clone()
             self._tally.first_token(group.stats)
+            if self.recorder is not None:
+                self.recorder.began(group.request.id, sequence.chain.keys[: sequence.prompt_blocks], group.stats)
         sequence.tokens.append(token)
         group.stats.completion_tokens += 1
         extra = None if sampling.logprobs is None else logprobs(logits[None], [token], sampling.logprobs)[0]
@@ -436,6 +443,8 @@ class Engine:
             group.stats.finished = self._clock()
             with self._door:
                 del self._groups[group.request.id]
+            if self.recorder is not None:
+                self.recorder.ended(group.request.id)
             self._tally.finished(group.stats, group.request.sampling.n, finish)
         return Output(
             group.request.id, sequence.index, tokens, text, group.stats, finish, not group.unfinished, logprob

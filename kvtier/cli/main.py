@@ -25,7 +25,7 @@ COMMANDS = {
     "doctor": "compare what the tiers' indexes say with what is there, and mend it with --fix",
     "clear": "put blocks of a model, tenant, adapter or tier out of reach at once",
     "config": "show the effective settings and where each came from",
-    "bench": "measure the tiers on this machine",
+    "bench": "measure the tiers and the engine on this machine, or any OpenAI-compatible server",
     "plan": "what a model's KV cache takes on a GPU, and which tiers below are worth having",
     "replay": "the hit rate of one tier on a recorded workload, by policy and size, beside the optimum",
 }

@@ -141,7 +141,7 @@ class Promoter:
         self._clock = clock
         self._deadline = deadline
         self._half = max(1, arena.pool.capacity // 2)
-        self._batch = max(1, BATCH_BYTES // geometry.block_bytes)
+        self._batch = max(1, BATCH_BYTES // max(1, arena.medium.slot_bytes))
         self._queued = dict.fromkeys((tier.name for tier in tiers), 0)
         """By tier: bytes that it was asked for and that have not come."""
         self._tried: set[str] = set()

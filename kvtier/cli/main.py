@@ -27,7 +27,7 @@ COMMANDS = {
     "config": "show the effective settings and where each came from",
     "bench": "measure the tiers and the engine on this machine, or any OpenAI-compatible server",
     "plan": "what a model's KV cache takes on a GPU, and which tiers below are worth having",
-    "replay": "the hit rate of one tier on a recorded workload, by policy and size, beside the optimum",
+    "replay": "one tier's hit rate on a recorded workload, by policy and size, beside the optimum",
 }
 """Subcommand -> its line in ``kvtier --help``."""
 

@@ -13,7 +13,11 @@ from urllib.parse import urlsplit
 from kvtier.errors import ConfigError
 
 ANSWER_SECONDS = 60.0
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 32 << 20
+
+
+class Refused(ConfigError):
+    """The server answers, and says what is wrong with what it was asked."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,14 +26,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--uds", dest="server_uds", metavar="PATH", help="the same, over the server's Unix socket")
 
 
-def asked(args: argparse.Namespace, path: str, body: object, expected: str, what: str) -> dict[str, Any]:
+def asked(
+    args: argparse.Namespace, path: str, body: object, expected: str, what: str, seconds: float = ANSWER_SECONDS
+) -> dict[str, Any]:
     """POST ``body`` to the server that ``--url`` or ``--uds`` names: its answer, a JSON object that has ``expected``.
 
-    Raises ``ConfigError`` where it does not answer, or refuses, or is no server that gives a ``what``.
+    Raises ``ConfigError`` where it does not answer in so many seconds, or is no server that gives a ``what``; ``Refused``
+    where it refuses.
     """
     where = args.server_uds or args.server_url
     try:
-        with closing(_connection(args)) as connection:
+        with closing(_connection(args, seconds)) as connection:
             raw = json.dumps(body).encode()
             connection.request("POST", path, body=raw, headers={"content-type": "application/json"})
             answer = connection.getresponse()
@@ -44,7 +51,7 @@ def asked(args: argparse.Namespace, path: str, body: object, expected: str, what
     except (ValueError, KeyError, TypeError):
         found = refusal = None
     if refusal is not None:
-        raise ConfigError(f"{where}: {refusal}")
+        raise Refused(f"{where}: {refusal}")
     if answer.status != http.client.OK or not isinstance(found, dict) or expected not in found:
         raise ConfigError(
             f"{where}: answered {answer.status} and no {what}; "
@@ -53,21 +60,21 @@ def asked(args: argparse.Namespace, path: str, body: object, expected: str, what
     return found
 
 
-def _connection(args: argparse.Namespace) -> http.client.HTTPConnection:
+def _connection(args: argparse.Namespace, seconds: float) -> http.client.HTTPConnection:
     if args.server_uds is not None:
-        return _UnixConnection(args.server_uds)
+        return _UnixConnection(args.server_uds, seconds)
     url = urlsplit(args.server_url if "://" in args.server_url else f"http://{args.server_url}")
     if url.scheme != "http" or not url.hostname:
         raise ConfigError(f"{args.server_url}: give the server's address, such as http://127.0.0.1:8000")
     try:
-        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=ANSWER_SECONDS)
+        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=seconds)
     except ValueError as wrong:
         raise ConfigError(f"{args.server_url}: {wrong}") from wrong
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=ANSWER_SECONDS)
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__("localhost", timeout=seconds)
         self._path = path
 
     def connect(self) -> None:

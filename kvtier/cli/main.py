@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "serve a long prompt cold and from each tier, and show what the cache saves",
     "generate": "continue one prompt and say where its tokens came from",
     "serve": "answer the OpenAI API over HTTP, with the configured tiers below",
+    "warm": "compute system prompts on a running server, and pin them there",
     "stress": "run an engine over real tiers while everything around it fails, and give one verdict",
     "doctor": "compare what the tiers' indexes say with what is there, and mend it with --fix",
     "clear": "put blocks of a model, tenant, adapter or tier out of reach at once",

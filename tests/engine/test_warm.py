@@ -1,0 +1,140 @@
+"""``kvtier warm`` against a running server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.abc.store import Hints
+from kvtier.cli.main import main
+
+from .serving import Running
+from .support import BLOCK, DictConnector
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SYSTEM = "You are as brief as a bill"
+COMMON = f"<system>{SYSTEM};<user>"
+"""What all conversations with that system prompt begin with: one token for each letter."""
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def running(one_thread: None) -> Iterator[Running]:
+    with Running(DictConnector(), template=TEMPLATE) as server:
+        yield server
+
+
+def warm(running: Running, path: Path, *more: str) -> int:
+    code = main(["warm", str(path), f"--base-url={running.url}", *more])
+    running.until_idle()
+    return code
+
+
+def offered(running: Running) -> dict[Hints, int]:
+    """Blocks that were offered so far, by their hints; forgets them."""
+    assert isinstance(running.connector, DictConnector)
+    found: dict[Hints, int] = {}
+    for what, blocks, hints in running.connector.scheduler.hints:
+        if what == "offer":
+            found[hints] = found.get(hints, 0) + blocks
+    running.connector.scheduler.hints.clear()
+    return found
+
+
+def lines(path: Path, *given: object) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in given))
+    return path
+
+
+def test_the_first_user_of_a_warm_prompt_finds_it(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "system.txt"
+    path.write_text(SYSTEM)
+    offered(running)
+    assert warm(running, path, "--pin=2h", "--priority=3") == 0
+    assert capsys.readouterr().out == f"{path}: {len(COMMON)} tokens are pinned for 7200 s, 0 of them were there\n"
+    wanted = Hints(priority=3, pin_seconds=7200, store_generated=False)
+    assert offered(running)[wanted] == len(COMMON) // BLOCK
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "what now?"}]
+    usage = running.post("/v1/chat/completions", {"messages": chat, "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == len(COMMON) // BLOCK * BLOCK
+    assert warm(running, path) == 0
+    there = (len(COMMON) - 1) // BLOCK * BLOCK
+    assert (
+        capsys.readouterr().out == f"{path}: {len(COMMON)} tokens are pinned for 3600 s, {there} of them were there\n"
+    )
+
+
+def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(
+        tmp_path / "prompts.jsonl",
+        json.dumps("Be long"),
+        {"system": "Be tooled", "tools": [TOOL], "pin_seconds": 5, "cache_salt": "mine"},
+        "",
+        {"prompt": "Once upon a time"},
+        "{",
+        "7",
+        {"systm": "x"},
+        {"system": " "},
+        {"system": "x", "prompt": "y"},
+        {"prompt": "x", "tools": [TOOL]},
+        {"system": "x", "pin_seconds": 0},
+        {"system": "x", "priority": 1000},
+        {"system": "x", "priority": "high"},
+        {"system": 5},
+        {"system": "x", "tools": [{}]},
+        {"prompt": "x" * 600},
+        {"prompt": "and on"},
+    )
+    assert warm(running, path) == 1
+    shown = capsys.readouterr()
+    assert [line.split()[0] for line in shown.out.splitlines()] == [f"{path}:{number}:" for number in (1, 2, 4, 17)]
+    assert f"{path}:2: {len('[look]<system>Be tooled;<user>')} tokens are pinned for 5 s" in shown.out
+    said = dict(line.removeprefix(f"{path}:").split(": ", 1) for line in shown.err.splitlines())
+    expected = {
+        5: "no JSON",
+        6: "neither a text nor an object",
+        7: "unknown field 'systm'; did you mean 'system'?",
+        8: "the prompt is empty",
+        9: "either system or prompt",
+        10: "tools go with system",
+        11: "pin_seconds must be above 0",
+        12: "priority must be from -100 to 100",
+        13: "priority is no number",
+        14: "are texts",
+        15: "tools",
+        16: "the prompt has 600 tokens",
+    }
+    assert sorted(map(int, said)) == sorted(expected)
+    for number, words in expected.items():
+        assert words in said[str(number)], said[str(number)]
+
+
+def test_what_cannot_run_at_all_is_one_line(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path / "prompts.jsonl", {"prompt": "x"})
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"ok \xff")
+    for argv, code, said in (
+        (["warm", str(tmp_path / "missing")], 2, "No such file or directory"),
+        (["warm", str(lines(tmp_path / "none.jsonl")), f"--base-url={running.url}"], 2, "no prompt is in it"),
+        (["warm", str(path), "--pin=long"], 2, "--pin: 'long' is not a duration"),
+        (["warm", str(path), "--pin=8d"], 2, "pin_seconds must be from 0 to 604800"),
+        (["warm", str(path), "--base-url=http://127.0.0.1:1"], 2, f"{path}:1: http://127.0.0.1:1: no answer"),
+        (["warm", str(path), "--base-url=https://x"], 2, "give the server's address"),
+        (["warm", str(binary), f"--base-url={running.url}"], 1, "not UTF-8: invalid start byte at byte 3"),
+    ):
+        assert main(argv) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line

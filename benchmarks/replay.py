@@ -206,7 +206,7 @@ def main() -> int:
             print(
                 f"  {len(TIMED)} policies at {len(SIZES)} sizes: {wall:.0f} s, {cpu:.0f} s of CPU (asked {ASKED_SECONDS:.0f})"
             )
-            well &= ours >= ASKED_RATE and wall < ASKED_SECONDS
+            well &= ours >= ASKED_RATE and cpu < ASKED_SECONDS
             report["speed"] = {"references_per_s": ours, "bare_per_s": bare, "wall_s": wall, "cpu_s": cpu}
     if every:
         well &= judge(every)

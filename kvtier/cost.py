@@ -27,6 +27,8 @@ SHARE = 0.01
 """Share of what a tier that lost could serve on which it is tried all the same."""
 FIRM = 3
 """Measurements of a tier from which on it is tried on no more than its share: a first bad one is looked at again at once."""
+LEAST_PATIENCE = 0.25
+"""Seconds that a request waits for blocks in any case: a thread that is late is no slow tier."""
 SMALLEST = 1e-12
 """Seconds, and seconds per byte or token, that are never undercut: what is measured as 0 is not free."""
 
@@ -78,8 +80,8 @@ class Fit:
 
     @property
     def largest(self) -> float:
-        """Mean amount of the largest size that was measured; 0 where none was."""
-        return max((size.amount for size in self._sizes.values()), default=0.0)
+        """The largest amount that is remembered; 0 where none is."""
+        return max((amount for size in self._sizes.values() for amount, _ in size.kept), default=0.0)
 
     def observe(self, amount: float, seconds: float) -> None:
         """``amount`` (bytes or tokens, above 0) took ``seconds``."""
@@ -140,6 +142,11 @@ class Gate(ABC):
         """
         del runs, kept, idle
         return []
+
+    def patience(self, runs: Sequence[Run]) -> float | None:
+        """Seconds after which a request for which ``runs`` are loaded had better begin to compute; None: no opinion."""
+        del runs
+        return None
 
     @abstractmethod
     def seconds(self, tier: str, nbytes: int) -> float:
@@ -235,6 +242,13 @@ class FittedGate(Gate):
                 self._metrics.decided(run.tier, verdict, run.tokens)
         return tried
 
+    def patience(self, runs: Sequence[Run]) -> float | None:
+        """As long as it should take, and then as long again as computing would have: nobody loses more than twice that."""
+        if not self._evident(runs):
+            return None
+        expected = sum(map(self._expected, runs))
+        return max(LEAST_PATIENCE, expected + self.prefill_seconds(sum(run.tokens for run in runs)))
+
     def seconds(self, tier: str, nbytes: int) -> float:
         return self._state(tier).fit.seconds(nbytes)
 
@@ -261,15 +275,16 @@ class FittedGate(Gate):
             return
         self._prefill.observe(tokens, seconds)
         if self._metrics is not None:
-            self._metrics.prefill(self.prefill_seconds(1))
+            self._metrics.prefill(self._prefill.line.each + self._prefill.line.fixed / self._prefill.largest)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """What computing ``tokens`` more takes, in steps as long as the longest that were timed; 0 where none was."""
-        largest = self._prefill.largest
-        if not largest:
-            return 0.0
-        line = self._prefill.line
-        return tokens * (line.each + line.fixed / largest)
+        """What computing ``tokens`` more takes; 0 where no step was timed.
+
+        A request has a step to itself whatever is loaded of it: what a step costs beside its tokens is only saved with each
+        whole one, as long as the longest that were timed.
+        """
+        line, largest = self._prefill.line, self._prefill.largest
+        return tokens * line.each + tokens // largest * line.fixed if largest else 0.0
 
     def _state(self, tier: str) -> _Tier:
         return self._tiers.setdefault(tier, _Tier())

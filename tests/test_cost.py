@@ -95,11 +95,15 @@ def test_what_is_measured_as_nothing_divides_by_nothing() -> None:
 
 
 def test_what_takes_longer_than_computing_is_declined_and_what_takes_less_is_not() -> None:
-    even = PREFILL.each + PREFILL.fixed / 512  # seconds per token, in steps of 512
-    for factor in (0.1, 0.5, 0.9):
-        assert knowing({"nvme": Line(0.0, even / factor / KB), DRAM: FREE}, PREFILL).keeps([run("nvme", 256)]) == 0
-    for factor in (1.1, 2.0, 10.0):
-        assert knowing({"nvme": Line(0.0, even / factor / KB), DRAM: FREE}, PREFILL).keeps([run("nvme", 256)]) == 1
+    for factor, kept in ((0.1, 0), (0.5, 0), (0.9, 0), (1.1, 1), (2.0, 1), (10.0, 1)):
+        gate = knowing({"nvme": Line(0.0, PREFILL.each / factor / KB), DRAM: FREE}, PREFILL)
+        assert gate.keeps([run("nvme", 256)]) == kept
+
+
+def test_what_a_step_costs_beside_its_tokens_is_saved_with_whole_steps_only() -> None:
+    gate = knowing({}, PREFILL)
+    assert gate.prefill_seconds(256) == pytest.approx(256 * PREFILL.each, rel=0.01), "the rest needs a step as well"
+    assert gate.prefill_seconds(1100) == pytest.approx(1100 * PREFILL.each + 2 * PREFILL.fixed, rel=0.01)
 
 
 def test_a_delay_of_four_times_their_computing_keeps_short_runs_out_and_long_ones_in() -> None:
@@ -205,7 +209,7 @@ def test_a_tier_that_lost_is_tried_on_its_share_by_count() -> None:
 
 
 def test_dram_that_lost_is_tried_on_its_share_and_never_on_more_than_that_of_the_time() -> None:
-    even = PREFILL.each + PREFILL.fixed / 512
+    even = PREFILL.each
     rounds = 10_000
     for factor, most in ((0.5, 100), (0.1, 100 / 9)):
         loaded, _ = tries(knowing({DRAM: Line(0.0, even / factor / KB)}, PREFILL), [run(DRAM, 64)], rounds)

@@ -352,6 +352,9 @@ class Promoter:
         self._start(match, steps, slots)
         for index in self._gate.decided(runs, kept, self._queued.keys() - self._tried):
             self._try(match, walk.steps, self._length(runs[:index]), self._length(runs[index : index + 1]))
+        patience = self._gate.patience(runs[:kept]) if match.awaited and runs else None
+        if patience is not None:
+            match.wait_until(min(match.deadline, now + patience))
         if not match.awaited:
             self._settle(match)
 

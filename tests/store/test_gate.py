@@ -211,6 +211,27 @@ def test_loads_behind_each_other_do_not_blame_the_tier_for_its_queue() -> None:
         server.bench.store.forget(f"r{number}")
 
 
+def test_nobody_waits_for_a_load_much_longer_than_computing_would_take() -> None:
+    server = Server.over(Throttled(BLOCK / 10, "read"), FittedGate())
+    cold(server)
+    keys = chain(1, REQUEST)
+    server.keep(keys)
+    for _ in range(5):
+        server.request(keys)
+    match = server.bench.store.match("r", keys)
+    assert server.bench.workers[1].run_one() and match.pending, "the probe has answered, and the read does not come"
+    server.bench.clock.advance(REQUEST * BLOCK)
+    assert match.pending
+    server.bench.clock.advance(REQUEST * BLOCK)
+    assert not match.pending and match.blocks[0].reason is Reason.DEADLINE
+    server.bench.store.forget("r")
+    server.bench.store.prefetch(keys)
+    server.bench.turn()
+    assert server.bench.match(keys).hits == REQUEST, "it comes late, and is there for the next one"
+    server.bench.store.forget("r")
+    server.bench.idle()
+
+
 def test_prefetches_are_read_whatever_the_gate_says() -> None:
     server = Server.over(Throttled(BLOCK / 0.1, "read"), FittedGate())
     cold(server)

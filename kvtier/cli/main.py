@@ -29,7 +29,7 @@ COMMANDS = {
     "bench": "measure the tiers and the engine on this machine, or any OpenAI-compatible server",
     "plan": "what a model's KV cache takes on a GPU, and which tiers below are worth having",
     "replay": "one tier's hit rate on a recorded workload, by policy and size, beside the optimum",
-    "simulate": "a ladder of tiers on a recorded workload, with the store that serves, in virtual time",
+    "simulate": "a ladder of tiers on a recorded workload: the store that serves, in virtual time",
 }
 """Subcommand -> its line in ``kvtier --help``."""
 

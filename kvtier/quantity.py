@@ -51,6 +51,11 @@ def parse_seconds(text: str) -> Seconds:
     return Seconds(float(parts[0] * _DURATIONS[parts[1]]))
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def rounded_bytes(size: int) -> str:
     """The size for people: one decimal of the largest unit that fits."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):

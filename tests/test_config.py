@@ -27,10 +27,14 @@ from kvtier.config import (
 from kvtier.errors import ConfigError
 from kvtier.machine import available_memory
 from kvtier.params import build_params
-from kvtier.quantity import Bytes, Seconds, format_bytes, parse_bytes, parse_seconds
+from kvtier.quantity import Bytes, Seconds, counted, format_bytes, parse_bytes, parse_seconds
 from kvtier.url import TierUrl
 
 # Quantities.
+
+
+def test_one_of_a_thing_is_not_called_by_its_plural() -> None:
+    assert [counted(count, "block") for count in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]
 
 
 @pytest.mark.parametrize(

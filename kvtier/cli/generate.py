@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtier.cli.log import start_logging
 from kvtier.config import add_arguments as add_settings
 from kvtier.config import resolve
-from kvtier.errors import RequestError
+from kvtier.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from kvtier.engine.engine import Engine
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is None and sys.stdin.isatty():
         print("type the prompt and end it with Ctrl-D", file=sys.stderr)
     text = args.prompt if args.prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise ConfigError("generate: the prompt is empty; give it as an argument or on standard input")
     assembly = assemble(settings)
     try:
         ids = _encoded(assembly.engine.tokenizer, text, args)

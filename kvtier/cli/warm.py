@@ -19,7 +19,7 @@ from kvtier.abc.store import MOST_PIN_SECONDS, Hints
 from kvtier.cli.ask import Refused, asked
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
-from kvtier.quantity import parse_seconds
+from kvtier.quantity import counted, parse_seconds
 
 DONE, SOME_FAILED = 0, 1
 SERVER = "http://127.0.0.1:8000"
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 failed += 1
                 continue
             except ConfigError as gone:
-                done = f"; {warmed} prompts were warmed before" if warmed else ""
+                done = f" ({counted(warmed, 'prompt')} warmed before)" if warmed else ""
                 raise ConfigError(f"{where}: {gone}{done}") from gone
             warmed += 1
             print(
@@ -117,7 +117,7 @@ class Prompt:
 
 def _own_hints(fields: dict[str, Any], hints: Hints) -> Hints:
     """The hints of a line that may have some of its own."""
-    own = {name: fields[name] for name in ("pin_seconds", "priority") if name in fields}
+    own: dict[str, Any] = {name: fields[name] for name in ("pin_seconds", "priority") if name in fields}
     for name, value in own.items():
         if type(value) not in (int, float):
             raise Wrong(f"{name} is no number")

@@ -20,6 +20,7 @@ from pathlib import Path
 from kvtier.engine.request import RequestStats
 from kvtier.errors import ConfigError
 from kvtier.key import BlockKey
+from kvtier.quantity import counted
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Recorder:
         if self._size == self._head:
             self._path.unlink(missing_ok=True)
         if self._skipped:
-            _log.warning("record: %d requests are not in %s", self._skipped, self._path)
+            _log.warning("record: %s left out of %s", counted(self._skipped, "request"), self._path)
 
     def _skip(self, request_id: str) -> None:
         del self._coming[request_id]

@@ -38,6 +38,7 @@ from kvtier.errors import MediumError
 from kvtier.key import Adapter, Address, Identity, Span
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
+from kvtier.quantity import counted
 from kvtier.store.arena import Arena
 from kvtier.store.audit import lease_faults
 from kvtier.store.clearing import Clearing
@@ -264,7 +265,7 @@ class TieredStore(Store):
             self._arena.pool.release(slots, self._clock())
         if wrong:
             self._dram.sum_failed(len(wrong))
-            _log.warning("dram: %d blocks did not prove and are recomputed", len(wrong))
+            _log.warning("dram: %s did not prove, to be computed again", counted(len(wrong), "block"))
 
     def save(self, span: Span, source: SlotRange, after: Fence | None = None, *, hints: Hints = NO_HINTS) -> Transfer:
         future: Transfer = Future()

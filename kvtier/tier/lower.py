@@ -26,6 +26,7 @@ from kvtier.errors import KvtierError, MediumError, MediumFull, MediumRefused, M
 from kvtier.key import Address, Lot
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
+from kvtier.quantity import counted
 from kvtier.transfer.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -158,11 +159,11 @@ class LowerTier(ABC):
         if corrupt:
             self.metrics.sum_failed(len(corrupt))
             first = next(outcome for outcome in outcomes if outcome.status is Status.CORRUPT)
-            self._complain("sum", f"{len(corrupt)} blocks did not prove and are recomputed: {first.detail}")
+            self._complain("sum", f"{counted(len(corrupt), 'block')} did not prove, to be computed again: {first.detail}")
         if failed and self.usable:
             self.metrics.failed("read", len(failed))
             first = next(outcome for outcome in outcomes if outcome.status is Status.FAILED)
-            self._complain("read", f"{len(failed)} blocks could not be read and are recomputed: {first.detail}")
+            self._complain("read", f"{counted(len(failed), 'block')} could not be read, to be computed again: {first.detail}")
         lost = [a for a, outcome in zip(addresses, outcomes, strict=True) if not outcome.done]
         if lost and self.usable:
             self._guarded("delete", lambda: self._lost(lost, corrupt), None)
@@ -184,7 +185,7 @@ class LowerTier(ABC):
             self.metrics.save_dropped(Reason.SAVE_DROPPED, len(outcomes) - done)
             if self.usable:
                 first = next(outcome for outcome in outcomes if not outcome.done)
-                self._complain("write", f"{len(outcomes) - done} blocks were not written: {first.detail}")
+                self._complain("write", f"{counted(len(outcomes) - done, 'block')} could not be written: {first.detail}")
         return outcomes
 
     def newcomer(self, identity: bytes, records: Mapping[bytes, str]) -> bool:

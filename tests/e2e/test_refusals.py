@@ -55,10 +55,15 @@ def refusal(*argv: str, **variables: str) -> str:
     return line
 
 
+def started(command: str) -> list[str]:
+    """A command with all that it needs besides flags."""
+    return [command, "a prompt"] if command == "generate" else [command]
+
+
 @pytest.mark.parametrize("command", ["generate", "serve", "demo"])
 def test_a_missing_model_is_named(command: str, tmp_path: Path) -> None:
     redis = {"KVTIER_REDIS_URL": "redis://127.0.0.1:1/0"} if command == "demo" else {}
-    line = refusal(command, f"--model={tmp_path}/absent", **redis)
+    line = refusal(*started(command), f"--model={tmp_path}/absent", **redis)
     assert f"no model at {tmp_path}/absent" in line and "SmolLM2-135M-Instruct" in line
 
 
@@ -93,7 +98,7 @@ def test_a_server_that_refuses_the_password_is_not_a_server_that_is_away(
     model: Path, locked: tuple[ValkeyServer, int], command: str
 ) -> None:
     for user in (f":{WRONG}@", "", f"somebody:{QUOTED}@"):
-        line = refusal(command, f"--model={model}", DRAM, f"--tier=redis://{user}127.0.0.1:{locked[1]}/0")
+        line = refusal(*started(command), f"--model={model}", DRAM, f"--tier=redis://{user}127.0.0.1:{locked[1]}/0")
         assert "refuses the user name or password" in line and str(locked[1]) in line
 
 
@@ -169,3 +174,16 @@ def test_a_prompt_longer_than_the_model(model: Path) -> None:
             assert "2048" in answer.json()["error"]["message"]
         assert server.complete([5, 6, 7], 4)[1] == 0, "and it goes on serving"
         assert server.terminate() == 0
+
+
+def test_an_empty_prompt_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    for argv in (["generate"], ["generate", " \n"]):
+        line = refusal(*argv, f"--model={tmp_path}/absent")
+        assert "the prompt is empty; give it as an argument or on standard input" in line
+
+
+def test_a_trace_is_not_written_over_and_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("mine")
+    line = refusal("serve", f"--model={tmp_path}/absent", "--port=0", f"--record={trace}")
+    assert f"record: {trace} is there already" in line and trace.read_text() == "mine"

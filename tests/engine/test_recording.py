@@ -164,7 +164,7 @@ def test_what_the_disk_does_not_take_in_time_is_left_out(
     disk.gate.set()
     recorder.close()
     assert chains(tmp_path / "trace") == list(range(10))
-    assert "40 requests are not in" in caplog.text
+    assert "40 requests left out of" in caplog.text
 
 
 def test_a_full_disk_ends_the_recording_with_one_line(

@@ -64,7 +64,7 @@ def test_a_failed_store_is_not_visible(
         assert tiers.store.held("nvme") == blocks - 1, "it is not shown for a moment"
         assert tiers.load(prompt(1, blocks)) == nth
         assert tiers.count("saves_dropped", "nvme", reason="save_dropped") == 1
-        assert "nvme: 1 blocks were not written: " in caplog.text
+        assert "nvme: 1 block could not be written: " in caplog.text
         monkeypatch.undo()
         before = tiers.count("written_blocks", "nvme")
         tiers.save(prompt(1, blocks))

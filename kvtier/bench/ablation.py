@@ -233,6 +233,7 @@ def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memo
         "preemptions": sum(stats.preemptions for stats in played.stats),
         "recomputed_tokens": recomputed,
         "demoted_tokens": demoted,
+        # Both by what the gate has fitted in this run, so that neither has another's wait in it.
         "recompute_s": recomputed * prefill if prefill else None,
         "demotion_s": demoted * token_bytes / bandwidth if bandwidth else None,
     }
@@ -251,6 +252,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "TTFT p50 ms": _number("ttft_p50_s", ".1f", 1e3),
     "long prompts": _number("long_ttft_p50_s", ".1f", 1e3),
     "preempted": _number("preemptions", ".0f"),
-    "recomputed s": _number("recompute_s", ".3f"),
-    "demoted s": _number("demotion_s", ".3f"),
+    "recomputed ms": _number("recompute_s", ".1f", 1e3),
+    "demoted ms": _number("demotion_s", ".1f", 1e3),
 }

@@ -156,20 +156,26 @@ class _Clock:
         self._played = played
 
     def __enter__(self) -> None:
-        self._cpu, self._began = store_cpu_seconds(), time.perf_counter()
+        self._cpu, self._began = store_cpu(), time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self._played.seconds = time.perf_counter() - self._began
-        self._played.store_cpu_s = store_cpu_seconds() - self._cpu
+        self._played.store_cpu_s = store_cpu_since(self._cpu)
 
 
-def store_cpu_seconds() -> float:
-    """CPU time of all threads of this process that are kvtier's: the store's transfers and its keeper."""
-    total = 0
+def store_cpu() -> dict[int, float]:
+    """CPU seconds so far of each living thread of this process that is kvtier's: the stores' transfers and keepers."""
+    spent = {}
     for thread in threading.enumerate():
         if thread.name.startswith("kvtier-") and thread.native_id is not None:
             try:
-                total += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+                nanoseconds = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
             except OSError:  # it has just ended, or this kernel does not say
                 continue
-    return total / 1e9
+            spent[thread.native_id] = nanoseconds / 1e9
+    return spent
+
+
+def store_cpu_since(before: dict[int, float]) -> float:
+    """CPU seconds of those that live now; one that has ended since takes nothing away."""
+    return sum(spent - before.get(thread, 0.0) for thread, spent in store_cpu().items())

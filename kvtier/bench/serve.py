@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import os
 import resource
 import signal
 import sys
@@ -20,6 +18,7 @@ from rich.progress import Progress
 from kvtier.bench.arrivals import Arrivals, MadeUp, OfTrace, Poisson, Recorded, Users, ids_below, words
 from kvtier.bench.client import Client
 from kvtier.bench.goodput import Call, RateSearch, Targets, summary
+from kvtier.bench.report import check_json, machine, write_json
 from kvtier.bench.sender import Plan, Sender
 from kvtier.config import api_access
 from kvtier.errors import ConfigError
@@ -94,13 +93,11 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     plan = _planned(args)
-    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
-        raise ConfigError(f"--json: cannot write the file {args.json}")
+    check_json(args.json)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per open request
     report, code = asyncio.run(_measured(args, plan))
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.json, report)
     return code
 
 
@@ -139,7 +136,7 @@ async def _measured(args: argparse.Namespace, plan: Plan) -> tuple[dict[str, obj
                 report = await _runs(sender, args, targets)
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
-    report = {"url": client.base, "model": model, "seed": plan.seed, **report}
+    report = {"url": client.base, "model": model, "seed": plan.seed, **machine(), **report}
     if sender.ended is not None:
         print(f"ended early: {sender.ended}; the figures are of what was sent until then", file=sys.stderr)
     return report, INTERRUPTED if sender.interrupted else int(sender.ended is not None or bool(report["failed"]))

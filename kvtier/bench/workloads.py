@@ -115,12 +115,15 @@ def named(names: str) -> list[str]:
 
 
 def arrivals(draw: Draw, count: int, rate: float) -> list[Arrival]:
-    """Requests at Poisson times: short prompts behind a few shared beginnings, and every eighth a long one of its own."""
+    """Requests at Poisson times: short prompts behind a few shared beginnings, and every eighth a long one of its own.
+
+    Some answers are long beside their prompts: what is running outgrows an HBM into which its prompts had fitted.
+    """
     beginnings = [draw.text(64) for _ in range(4)]
     listed, now = [], 0.0
     for number in range(count):
         now += draw.rng.expovariate(rate)
-        answer = draw.length(draw.rng.choice((16, 32, 64)))
+        answer = draw.length(draw.rng.choice((16, 64, 160)))
         if number % 8 == 5:
             listed.append(Arrival(now, draw.text(640), answer, long=True))
         else:

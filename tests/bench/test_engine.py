@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.ablation import EVERY, IDEAS, Memory, Slab, StaticBatch
-from kvtier.bench.drive import Drive, store_cpu_seconds
+from kvtier.bench.drive import Drive, store_cpu, store_cpu_since
 from kvtier.bench.engine import Passes, compare, declined_tokens
 from kvtier.bench.ratio import Ratio, ratio_of_medians
 from kvtier.bench.report import Stopped
@@ -241,22 +241,22 @@ def test_wrong_settings_are_one_line(flags: list[str], says: str, capsys: pytest
     assert says in err and err.count("\n") == 1
 
 
-def test_the_stores_threads_are_told_from_others() -> None:
-    def spin(seconds: float) -> None:
-        until = time.thread_time() + seconds
+def test_the_stores_threads_are_told_from_others_and_may_end() -> None:
+    def spin() -> None:
+        until = time.thread_time() + 0.05
         while time.thread_time() < until:
             pass
+        spun.release()
         done.wait(5.0)
 
-    done = threading.Event()
-    before = store_cpu_seconds()
-    threads = [threading.Thread(target=spin, args=(0.05,), name=name) for name in ("kvtier-test-0", "other")]
+    spun, done = threading.Semaphore(0), threading.Event()
+    before = {**store_cpu(), -1: 100.0}  # the last one of a thread that is no more
+    threads = [threading.Thread(target=spin, name=name) for name in ("kvtier-test-0", "other")]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 5
-    while store_cpu_seconds() - before < 0.05 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    spent = store_cpu_seconds() - before
+    for _ in threads:
+        assert spun.acquire(timeout=5.0)
+    spent = store_cpu_since(before)
     done.set()
     for thread in threads:
         thread.join()

@@ -383,7 +383,7 @@ def _cut_short(
         (["--base-url", "http://x", "--shared-tokens", "300"], "300 shared tokens are more than the 256"),
         (["--base-url", "http://x", "--token-ids", "9", "--chat"], "a chat endpoint takes no token ids"),
         (["--base-url", "http://x", "--find-rate", "--users", "2"], "leave --users out"),
-        (["--base-url", "http://x", "--json", "/no/such/folder/x"], "cannot write the file"),
+        (["--base-url", "http://x", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
         (["--base-url", "http://x", "--trace", "/no/such/trace"], "/no/such/trace"),
     ],
 )

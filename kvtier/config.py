@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from kvtier.errors import ConfigError
 from kvtier.machine import available_memory
 from kvtier.params import build_params, convert, nearest, type_hints
-from kvtier.quantity import Seconds, format_bytes
+from kvtier.quantity import Bytes, Seconds, format_bytes
 from kvtier.url import TierUrl
 
 if sys.version_info >= (3, 11):
@@ -29,6 +29,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "AdmissionRule",
     "ApiAccess",
     "AttentionKernels",
     "Effective",
@@ -82,6 +83,14 @@ class WriteMode(enum.Enum):
     THROUGH = "through"
     SELECTIVE = "selective"
     BACK = "back"
+
+
+class AdmissionRule(enum.Enum):
+    """Which blocks a tier below DRAM takes of those that it is offered."""
+
+    ALL = "all"
+    SECOND = "second"
+    ADAPTIVE = "adaptive"
 
 
 class Verify(enum.Enum):
@@ -160,6 +169,10 @@ class TierOptions:
     """Only a tier in this process's own memory may sample."""
     policy: str = "lru"
     """Name of the eviction policy."""
+    admission: AdmissionRule = AdmissionRule.ALL
+    """Which blocks the tier takes of those that it is offered."""
+    write_budget: Bytes | None = None
+    """Bytes per day that may be written to it; None: no limit."""
     encrypt: str | None = None
     """Path of the key file under which frames are sealed; None: they are not."""
 
@@ -192,6 +205,10 @@ def tier_options(url: TierUrl, medium_params: type[T]) -> tuple[TierOptions, T]:
     options = TierOptions(**given)
     if options.verify is Verify.SAMPLE and defaults.verify is not Verify.SAMPLE:
         raise ConfigError(f"{url}: verify: only dram may sample; what comes from elsewhere is always verified")
+    if options.admission is AdmissionRule.ADAPTIVE and options.write_budget is None:
+        raise ConfigError(
+            f"{url}: admission: adaptive spends a write_budget; give one, as in write_budget=500GB (per day)"
+        )
     own = {name: value for name, value in url.params.items() if name in medium_names}
     return options, build_params(medium_params, own, str(url))
 

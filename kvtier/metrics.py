@@ -113,6 +113,20 @@ class TierMetrics(_Recorder):
         self._metrics.saves_dropped.labels(self.tier, _text(reason)).inc(blocks)
 
     @_never_raises
+    def offered(self, verdict: Label, left: float | None) -> None:
+        """A block was offered to this tier; ``left``: bytes of its write budget, None where it has none."""
+        self._metrics.offers.labels(self.tier, _text(verdict)).inc()
+        if left is not None:
+            _checked(left)
+            self._metrics.write_budget_left.labels(self.tier).set(left)
+
+    @_never_raises
+    def regretted(self, regret: Label, blocks: int) -> None:
+        """Decisions to take or to decline blocks turned out wrong."""
+        _checked(blocks)
+        self._metrics.regrets.labels(self.tier, _text(regret)).inc(blocks)
+
+    @_never_raises
     def sum_failed(self, blocks: int = 1) -> None:
         """Blocks came out of this tier and did not prove."""
         _checked(blocks)
@@ -270,6 +284,15 @@ class Metrics:
         self.written_bytes = self._counter("kvtier_tier_written_bytes", "Bytes of blocks written and committed", "tier")
         self.evictions = self._counter(
             "kvtier_tier_evictions", "Blocks that left the tier, by reason", "tier", "reason"
+        )
+        self.offers = self._counter(
+            "kvtier_tier_offers", "Blocks offered to a tier that chooses, by verdict", "tier", "verdict"
+        )
+        self.regrets = self._counter(
+            "kvtier_tier_regrets", "Blocks declined and then wanted, or written and never read", "tier", "regret"
+        )
+        self.write_budget_left = self._gauge(
+            "kvtier_tier_write_budget_left_bytes", "Bytes that the write budget allows at once", "tier"
         )
         self.saves_dropped = self._counter("kvtier_tier_saves_dropped", "Blocks not kept, by reason", "tier", "reason")
         self.sum_failures = self._counter("kvtier_tier_sum_failures", "Blocks read that did not prove", "tier")

@@ -1,8 +1,8 @@
 """The way down: which lower tiers a block in DRAM is owed to, and the queues in which it waits for them.
 
 Write mode ``through`` is offered a block as soon as DRAM shows it, ``selective`` when a later match reaches it, ``back`` when
-its DRAM slot is wanted, and at drain. A queue is bounded and drops rather than waits: a block that every lower tier has
-declined counts as clean.
+its DRAM slot is wanted, and at drain. A tier's admission may decline it; a queue is bounded and drops rather than waits. A
+block that every lower tier has declined counts as clean.
 """
 
 from __future__ import annotations
@@ -49,10 +49,16 @@ class Outbox:
         return len(self._waiting) >= self._most
 
     def offer(self, slot: Slot) -> None:
-        """Queue a block; declined at once where the queue is full or the tier out of use. Under the lock."""
+        """Queue a block; declined at once where the queue is full, the tier out of use or not in want of it. Under the lock."""
         if self.full or not self.tier.usable:
             self._arena.clean([slot], self.bit, taken=False)
             self.tier.metrics.save_dropped(Reason.TIER_DEGRADED if not self.tier.usable else Reason.SAVE_DROPPED)
+            return
+        address = self._arena.pool.entry(slot)
+        assert address is not None, "what is offered is resident"
+        if not self.tier.admits(address, self._arena.medium.slot_bytes):
+            self._arena.clean([slot], self.bit, taken=False)
+            self.tier.metrics.save_dropped(Reason.DECLINED)
             return
         self._arena.pool.acquire([slot])
         self._held.add(slot)
@@ -145,7 +151,7 @@ class Demoter:
         """A later match has reached the block: owed to the tiers that waited for that."""
         bits = 0
         for tier in self._tiers:
-            if tier.write is WriteMode.SELECTIVE and tier.usable and not tier.holds(address):
+            if tier.offered_again and tier.usable and not tier.holds(address):
                 bits |= self.bits[tier.name]
         self._owe(slot, bits & ~self._arena.below[slot])
 

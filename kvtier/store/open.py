@@ -16,6 +16,7 @@ from kvtier.cost import DRAM, FittedGate, Gate, OpenGate
 from kvtier.errors import ConfigError, MediumUnavailable
 from kvtier.key import Identity, Shard
 from kvtier.metrics import Metrics
+from kvtier.policy.admission import BURSTS
 from kvtier.registry import TierPlan, plan_tier
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
@@ -80,7 +81,7 @@ def open_store(
             if around is not None:
                 medium = around(name, medium)
             workers.append(Workers(name, settings.transfer_threads))
-            tier = _lower_tier(name, plan, medium, workers[-1], metrics, lock)
+            tier = _lower_tier(name, plan, medium, workers[-1], metrics, lock, geometry.block_bytes)
             lower.append(tier)
             _greet(tier, identity, require_all=require_all)
         workers.append(Workers(DRAM, DRAM_THREADS, most_saves=MOST_SAVES))
@@ -119,7 +120,7 @@ def open_at_rest(tiers: Sequence[TierUrl], advice: str) -> TieredStore:
     try:
         for plan, name in zip(plans, tier_names(plans), strict=True):
             opened.append(plan.open(MediumContext(slot_bytes=0, advice=advice)))
-            lower.append(_lower_tier(name, plan, opened[-1], Workers(name, 0), metrics, lock))
+            lower.append(_lower_tier(name, plan, opened[-1], Workers(name, 0), metrics, lock, 0))
     except BaseException:
         for one in opened:
             one.close()
@@ -154,6 +155,9 @@ def check_tiers(plans: Sequence[TierPlan]) -> None:
             f"{plans[0].url}: encrypt: dram is this process's own memory, where blocks are in use; "
             f"only tiers below it can be encrypted"
         )
+    chosen = {"admission", "write_budget"} & set(plans[0].url.params)
+    if chosen:
+        raise ConfigError(f"{plans[0].url}: {min(chosen)}: dram takes every block; only tiers below it choose")
     for plan in plans:
         check_tier(plan)
     if plans[0].options.codec != "raw":
@@ -186,9 +190,20 @@ def tier_names(plans: Sequence[TierPlan]) -> list[str]:
 
 
 def _lower_tier(
-    name: str, plan: TierPlan, medium: Medium, workers: Workers, metrics: Metrics, lock: threading.Lock
+    name: str,
+    plan: TierPlan,
+    medium: Medium,
+    workers: Workers,
+    metrics: Metrics,
+    lock: threading.Lock,
+    block_bytes: int,
 ) -> LowerTier:
     codec = codec_named(plan.options.codec)
+    budget = plan.options.write_budget
+    if budget is not None and budget < BURSTS * block_bytes:
+        raise ConfigError(
+            f"{plan.url}: write_budget: {budget} bytes a day are less than a block an hour ({BURSTS * block_bytes})"
+        )
     if isinstance(medium, PersistentSlotMedium):
         if not codec.fixed_ratio:
             raise ConfigError(

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
 from kvtier.codec.frame import Asked, FrameHeader
-from kvtier.config import WriteMode
 from kvtier.cost import DRAM, Gate, Run
 from kvtier.key import Address, Span
 from kvtier.metrics import TierMetrics
@@ -500,6 +499,7 @@ class Promoter:
                 return there, None
             self._history.came(address)
             self._demoter.owe_promoted(slot, address, tier)
+            tier.gave(address)
             return slot, None
         if outcome.status is Status.CORRUPT:
             self._history.refuse(address, Reason.SUM_FAILED)
@@ -524,6 +524,7 @@ class Promoter:
         self.reserved += hits - match.reserved
         match.reserved = hits
         self._note_use(match.addresses[: match.start + hits])
+        self._note_lack(match.addresses[match.start + hits :])
         if match.hints.pin_seconds:
             self._pin(match.addresses[: match.start + hits], match.hints.pin_seconds)
         if match.urgency is Urgency.PREFETCH:
@@ -556,6 +557,15 @@ class Promoter:
         for tier in self._tiers:
             tier.pin(addresses, now + seconds, now)
 
+    def _note_lack(self, addresses: Sequence[Address]) -> None:
+        """A match has missed these blocks, but for those that DRAM has behind the first it lacks."""
+        choosy = [tier for tier in self._tiers if tier.chooses]
+        if choosy:
+            places = self._arena.pool.places(addresses)
+            lacking = [address for address, slot in zip(addresses, places, strict=True) if slot is None]
+            for tier in choosy:
+                tier.lacked(lacking)
+
     def _note_use(self, addresses: Sequence[Address]) -> None:
         """A match has reached these blocks: recency in every tier, and a second use for tiers that wait for one."""
         if not addresses:
@@ -568,7 +578,8 @@ class Promoter:
                 due = tier.touch(addresses, now)
                 if due:
                     tier.workers.submit(Urgency.SAVE, partial(tier.refresh, due))
-        if any(tier.write is WriteMode.SELECTIVE for tier in self._tiers):
+            tier.reached(addresses)
+        if any(tier.offered_again for tier in self._tiers):
             for address, slot in zip(addresses, places, strict=True):
                 if slot is not None:
                     self._demoter.used_again(slot, address)

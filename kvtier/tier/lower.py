@@ -21,10 +21,11 @@ from kvtier.abc.policy import EntryMeta
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.codec.seal import Sealer
-from kvtier.config import TierOptions
+from kvtier.config import TierOptions, WriteMode
 from kvtier.errors import KvtierError, MediumError, MediumFull, MediumRefused, MediumUnavailable
 from kvtier.key import Address, Lot
 from kvtier.metrics import TierMetrics
+from kvtier.policy.admission import Regret, Verdict, make_admission
 from kvtier.pool import Slot
 from kvtier.quantity import counted
 from kvtier.transfer.workers import Workers
@@ -39,6 +40,8 @@ REVIVE_SECONDS = 1.0
 SILENT_SECONDS = 2.0
 """Nobody waits for a tier while one of its reads has been running for so long."""
 COMPLAIN_SECONDS = 10.0
+REMEMBERED = 1 << 16
+"""As many blocks an admission rule remembers of a tier that has no slots to count."""
 
 
 def _whole(answer: Answer, count: int) -> Answer:
@@ -82,9 +85,12 @@ class LowerTier(ABC):
         metrics: TierMetrics,
         lock: threading.Lock,
         clock: Callable[[], float],
+        remembered: int = REMEMBERED,
     ) -> None:
+        """``remembered``: of how many blocks an admission rule remembers what became of them."""
         self.name = name
         self.write = options.write
+        self._admission = make_admission(options.admission, options.write_budget, remembered)
         self.workers = workers
         self.metrics = metrics
         self.degraded: str | None = None
@@ -114,6 +120,45 @@ class LowerTier(ABC):
         """Why nothing is read from the tier for now although nothing has failed: a read hangs. None where none does."""
         seconds = self.workers.longest_load
         return f"a read has not returned for {seconds:.0f} s" if seconds > SILENT_SECONDS else None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the tier may decline what it is offered although it works and has room."""
+        return self._admission is not None
+
+    @property
+    def offered_again(self) -> bool:
+        """Whether a block that the tier lacks is to be offered at each later use."""
+        return self.write is WriteMode.SELECTIVE or (self.write is WriteMode.THROUGH and self.chooses)
+
+    def admits(self, address: Address, nbytes: int) -> bool:
+        """Whether a block that is offered is taken. With the four below: under the store's lock."""
+        if self._admission is None:
+            return True
+        now = self._clock()
+        verdict = self._admission.offered(address, nbytes, now)
+        self.metrics.offered(verdict, self._admission.left(now))
+        return verdict is Verdict.ADMITTED
+
+    def reached(self, addresses: Sequence[Address]) -> None:
+        """A match has reached these blocks, wherever they were."""
+        if self._admission is not None:
+            self._admission.used(addresses)
+
+    def gave(self, address: Address) -> None:
+        """A block of the tier has come up and proved."""
+        if self._admission is not None:
+            self._admission.read([address])
+
+    def lost_room(self, addresses: Sequence[Address]) -> None:
+        """The tier has evicted these blocks."""
+        if self._admission is not None:
+            self.metrics.regretted(Regret.WRITTEN_AND_UNUSED, self._admission.evicted(addresses))
+
+    def lacked(self, addresses: Sequence[Address]) -> None:
+        """A match has missed these blocks."""
+        if self._admission is not None:
+            self.metrics.regretted(Regret.DECLINED_AND_WANTED, self._admission.wanted(addresses))
 
     @abstractmethod
     def places(self, addresses: Sequence[Address]) -> list[Slot | None]:
@@ -159,11 +204,15 @@ class LowerTier(ABC):
         if corrupt:
             self.metrics.sum_failed(len(corrupt))
             first = next(outcome for outcome in outcomes if outcome.status is Status.CORRUPT)
-            self._complain("sum", f"{counted(len(corrupt), 'block')} did not prove, to be computed again: {first.detail}")
+            self._complain(
+                "sum", f"{counted(len(corrupt), 'block')} did not prove, to be computed again: {first.detail}"
+            )
         if failed and self.usable:
             self.metrics.failed("read", len(failed))
             first = next(outcome for outcome in outcomes if outcome.status is Status.FAILED)
-            self._complain("read", f"{counted(len(failed), 'block')} could not be read, to be computed again: {first.detail}")
+            self._complain(
+                "read", f"{counted(len(failed), 'block')} could not be read, to be computed again: {first.detail}"
+            )
         lost = [a for a, outcome in zip(addresses, outcomes, strict=True) if not outcome.done]
         if lost and self.usable:
             self._guarded("delete", lambda: self._lost(lost, corrupt), None)
@@ -185,7 +234,9 @@ class LowerTier(ABC):
             self.metrics.save_dropped(Reason.SAVE_DROPPED, len(outcomes) - done)
             if self.usable:
                 first = next(outcome for outcome in outcomes if not outcome.done)
-                self._complain("write", f"{counted(len(outcomes) - done, 'block')} could not be written: {first.detail}")
+                self._complain(
+                    "write", f"{counted(len(outcomes) - done, 'block')} could not be written: {first.detail}"
+                )
         return outcomes
 
     def newcomer(self, identity: bytes, records: Mapping[bytes, str]) -> bool:

@@ -52,7 +52,7 @@ class SlotTier(LowerTier):
         policy: EvictionPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name, options, medium, codec, workers, metrics, lock, clock)
+        super().__init__(name, options, medium, codec, workers, metrics, lock, clock, medium.slots)
         self._slots = medium
         self.pool = BlockPool(medium.slots, policy)
         self._pins = Pins(medium.slots)
@@ -104,10 +104,10 @@ class SlotTier(LowerTier):
             self._retire(slot, evicted=False)
         return slots
 
-    def _retire(self, slot: Slot, *, evicted: bool) -> None:
-        self.pool.retire(slot, evicted=evicted)
+    def _retire(self, slot: Slot, *, evicted: bool) -> Address:
         self._used.pop(slot, None)
         self._pins.drop(slot)
+        return self.pool.retire(slot, evicted=evicted)
 
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
         slots = [slot for slot in self.pool.places(addresses) if slot is not None]
@@ -245,8 +245,7 @@ class SlotTier(LowerTier):
             now = self._clock()
             self._pins.expire(now)
             victims = self.pool.victims(max(0, count - self.pool.free), now, self._pins.over(), fewer=True) or []
-            for slot in victims:
-                self._retire(slot, evicted=True)
+            self.lost_room([self._retire(slot, evicted=True) for slot in victims])
             self._leaving += victims
             leaving = bool(self._leaving)
         if victims:

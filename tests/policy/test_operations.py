@@ -75,7 +75,7 @@ def hot(one: EvictionPolicy, capacity: int) -> Callable[[], int]:
         for each in resident * 3:
             one.touch(each, 0.0)
         for _ in range(capacity):
-            (gone,) = one.victims(1, frozenset(), 0.0) or ()
+            gone = (one.victims(1, frozenset(), 0.0) or [])[0]
             one.remove(gone, evicted=True)
             resident.remove(gone)
             resident.append(entry(number))

@@ -13,7 +13,7 @@ from kvtier.abc.medium import KeyMedium
 from kvtier.abc.policy import EvictionPolicy
 from kvtier.abc.store import NO_HINTS, Hints, Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
-from kvtier.config import TierOptions, Verify, WriteMode
+from kvtier.config import AdmissionRule, TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
 from kvtier.key import Identity, Span
 from kvtier.metrics import Metrics
@@ -120,6 +120,8 @@ def make_bench(
     geometry: Geometry = GEOMETRY,
     identity: Identity = IDENTITY,
     policy: Callable[[int], EvictionPolicy] = LruPolicy,
+    admission: AdmissionRule = AdmissionRule.ALL,
+    write_budget: int | None = None,
 ) -> Bench:
     """A store whose transfers are turned by hand, with a clock that stands still until it is moved."""
     lock = threading.Lock()
@@ -132,7 +134,8 @@ def make_bench(
     if nvme is not None:
         slots = NvmeMedium(nvme, geometry.block_bytes, NvmeMedium.Params(capacity=Bytes(nvme_capacity)))
         slots = slots if nvme_fault is None else wrapped(slots, nvme_fault)
-        options = TierOptions(nvme_write)
+        budget = None if write_budget is None else Bytes(write_budget)
+        options = TierOptions(nvme_write, admission=admission, write_budget=budget)
         tiers.append(
             SlotTier(
                 "nvme",

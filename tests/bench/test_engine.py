@@ -52,18 +52,22 @@ def bench(tiny: Path, out: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_hits_are_those_counted_by_hand(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--scale", "0.25", "--hbm-blocks", "400", "--seed", "3", "--workloads", "documents,unique"]
+    flags = ["--scale", "0.25", "--hbm-blocks", "400", "--seed", "3", "--workloads", "documents,unique,chat"]
     code, report = bench(tiny, tmp_path / "out.json", *flags)
     rows = report["rows"]
     assert code == 0 and report["complete"] and report["seed"] == 3
     assert [(row["workload"], row["cache"]) for row in rows] == [
-        ("documents", "on"), ("documents", "off"), ("unique", "on"), ("unique", "off"),
+        ("documents", "on"), ("documents", "off"), ("unique", "on"), ("unique", "off"), ("chat", "on"), ("chat", "off"),
     ]  # fmt: skip
     assert all(set(row) >= ROW for row in rows)
     # Six documents of 128 tokens, four questions of 8 about each: three of four find the document's eight blocks.
     assert rows[0]["hit_rate"] == pytest.approx(3 * 128 / (4 * 136))
-    assert [row["hit_rate"] for row in rows[1:]] == [0, 0, 0]
-    assert [row["tiers"] for row in rows] == ["hbm,dram", "none"] * 2
+    assert [row["hit_rate"] for row in rows[1:4]] == [0, 0, 0]
+    # Eight chats, prompts of 40, 60, 80 and 100 tokens: each finds the full blocks of what was computed before it (43, 63, 83
+    # tokens), and all but the first two, which begin together, one block of the system prompt.
+    assert rows[4]["prompt_tokens"] == rows[5]["prompt_tokens"] == 8 * (40 + 60 + 80 + 100)
+    assert rows[4]["hit_rate"] == pytest.approx((8 * (32 + 48 + 80) + 6 * 16) / 2240)
+    assert [row["tiers"] for row in rows] == ["hbm,dram", "none"] * 3
     assert all(row["loaded_tokens"] == 0 for row in rows)  # HBM holds all of it
     assert all(row["ttft_ratio"]["verdict"] == "too few pairs to say" for row in rows)
     shown = capsys.readouterr().out

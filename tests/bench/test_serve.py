@@ -150,6 +150,17 @@ async def test_a_trace_is_sent_at_its_times_with_its_shared_prefixes(tmp_path: P
         assert [round(call.due - calls[0].due, 6) for call in calls] == [0.0, 0.02, 0.04]
 
 
+async def test_a_block_has_its_words_whenever_it_comes(tmp_path: Path) -> None:
+    """Also after more others than are remembered."""
+    ids = [*range(5000), 0]
+    records = [
+        {"timestamp": at, "input_length": 512, "output_length": 1, "hash_ids": [one]} for at, one in enumerate(ids)
+    ]
+    trace = open_trace(write_trace(tmp_path / "trace.jsonl", records))
+    texts = [prompt.tokens async for prompt in OfTrace(trace, shrink=64).prompts(words, 1)]
+    assert texts[0] == texts[-1] and len(set(texts)) == 5000
+
+
 async def test_a_broken_line_ends_the_run_and_keeps_what_was_sent(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", [*MOONCAKE[:2], '{"timestamp": "soon"}'])
     async with StubServer() as server:

@@ -22,6 +22,7 @@ from kvtier.config import Preemption, Settings
 from kvtier.engine.engine import Engine
 from kvtier.engine.scheduler import Admission
 from kvtier.engine.sequence import Sequence as TokenSequence
+from kvtier.engine.tally import Pace
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
 
@@ -176,10 +177,16 @@ def ablate(
             for name in ("", *chosen):
                 step(f"without {name}" if name else "all ideas")
                 variant = IDEAS[name](base, size) if name else Variant(base)
-                found.rows.append({"without": name or None, **_row(variant, requests, rate, scale, found, proceed)})
+                row, pace = _row(variant, requests, rate, scale, proceed)
+                found.rows.append({"without": name or None, **row})
+                if pace is not None:
+                    found.notes.append(f"without {name or 'nothing'}: {pace.sentence()}")
+                    found.holds &= pace.valid and not pace.wrong_loads
         except Stopped as stopped:
             found.stopped = stopped
     print(table(found.rows, COLUMNS))
+    if "swap" in chosen and not any(row["preemptions"] for row in found.rows):
+        found.notes.append("swap: nobody had to give way, so it shows nothing; raise --rate or lower --hbm-blocks")
     return found
 
 
@@ -196,8 +203,9 @@ def _base(settings: Settings, listed: Sequence[Arrival]) -> tuple[Settings, Size
 
 
 def _row(
-    variant: Variant, requests: int, rate: float, scale: float, found: Found, proceed: Callable[[], None]
-) -> dict[str, object]:
+    variant: Variant, requests: int, rate: float, scale: float, proceed: Callable[[], None]
+) -> tuple[dict[str, object], Pace | None]:
+    """The variant's figures, and how a paced model kept its time."""
     admission = None if variant.admission is None else variant.admission()
     with closing(assemble(variant.settings, admission=admission)) as assembly:
         engine, seed = assembly.engine, variant.settings.engine.seed
@@ -209,10 +217,7 @@ def _row(
         listed = arrivals(Draw(engine.vocab, seed, scale), requests, rate)
         played = drive.arrivals(listed, memory.look)
         engine.settle(SETTLE_SECONDS)
-        if engine.pace is not None:
-            found.notes.append(engine.pace.sentence())
-            found.holds &= engine.pace.valid and not engine.pace.wrong_loads
-        return _figures(assembly, listed, played, memory)
+        return _figures(assembly, listed, played, memory), engine.pace
 
 
 def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memory: Memory) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -58,6 +59,8 @@ class Drive:
         self._proceed = proceed
         self._count = 0
         self._last: dict[tuple[str, int], float] = {}
+        self._salt = f"bench {secrets.token_hex(8)}"
+        """A tier that outlives the process may know the same prompts from an earlier run."""
 
     def conversations(self, conversations: Sequence[Conversation], users: int) -> Played:
         """Rounds of so many at a time. Whoever has been answered thinks, until all others have had their turn."""
@@ -114,7 +117,7 @@ class Drive:
         self._count += 1
         name = f"bench {self._count}"
         sampling = SamplingParams(temperature=0.0 if n == 1 else 1.0, max_tokens=answer, ignore_eos=True, n=n, seed=1)
-        played.stats.append(self._engine.add_request(Request(name, prompt, sampling)))
+        played.stats.append(self._engine.add_request(Request(name, prompt, sampling, salt=self._salt)))
         return name
 
     def _step(self, played: Played, noted: Callable[[Output], None]) -> None:

@@ -82,6 +82,16 @@ def test_what_hbm_cannot_hold_comes_from_the_tiers(tiny: Path, tmp_path: Path) -
     assert on["prompt_tokens"] == off["prompt_tokens"] == 2 * 24 * 136
 
 
+def test_a_run_finds_nothing_of_an_earlier_one(tiny: Path, tmp_path: Path) -> None:
+    """With a tier that outlives the process, the same seed and as much from each tier."""
+    rates = []
+    for _ in range(2):
+        nvme = f"nvme://{tmp_path / 'nvme'}?capacity=64MiB&write=through"
+        flags = ["--scale", "0.25", "--workloads", "unique", "--gate", "off", "--tier", nvme]
+        rates += [row["hit_rate"] for row in bench(tiny, tmp_path / "out.json", *flags)[1]["rows"]]
+    assert rates == [0, 0, 0, 0]
+
+
 def test_the_gates_counter_is_what_was_recomputed_on_purpose() -> None:
     metrics = Metrics()
     assert declined_tokens(metrics) == 0

@@ -42,8 +42,15 @@ Way = Callable[[range], None]
 class Blocks:
     """Random blocks in shuffled DRAM slots, their frames' headers, and as many more slots to promote into."""
 
-    def __init__(self, block_bytes: int, count: int, rng: random.Random, mark: bytes = b"") -> None:
-        """``mark``: what all keys begin with, so that whoever finds a block knows whose it is."""
+    def __init__(
+        self,
+        block_bytes: int,
+        count: int,
+        rng: random.Random,
+        mark: bytes = b"",
+        content: Callable[[int], bytes] | None = None,
+    ) -> None:
+        """``mark``: what all keys begin with, so that whoever finds a block knows whose it is. ``content``: bytes by number."""
         self.block_bytes = block_bytes
         self.count = count
         self.dram = DramMedium(2 * count, block_bytes)
@@ -56,6 +63,8 @@ class Blocks:
             for start in range(0, block_bytes, len(made)):
                 np.copyto(view[start : start + len(made)], made[: block_bytes - start])
             view[:16] = np.frombuffer(rng.randbytes(16), np.uint8)
+        for number, slot in enumerate(self.sources if content is not None else ()):
+            self.view(slot)[:] = content(number)  # type: ignore[misc]  # only where there is one
         self.sums = [content_sum(self.view(slot)) for slot in self.sources]
         keys = tuple(BlockKey(mark + rng.randbytes(KEY_BYTES - len(mark))) for _ in range(count))
         span = Span(Origin(b"i" * 32, b"s" * 32, bytes(16)), BlockKey(bytes(32)), 0, keys)

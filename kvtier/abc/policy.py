@@ -22,6 +22,10 @@ class EntryMeta(NamedTuple):
     """On the clock of the pool's ``now``."""
     tenant: bytes = b""
 
+    def shifted(self, seconds: float) -> EntryMeta:
+        """The same on a clock that is ``seconds`` ahead."""
+        return self if self.expires_at is None else self._replace(expires_at=self.expires_at + seconds)
+
 
 class EvictionPolicy(ABC):
     """Orders the entries of one pool.

@@ -19,7 +19,8 @@ PROTECTED_SHARE = 0.8
 class WTinyLfuPolicy(PlannedPolicy):
     """What leaves a small LRU window is let into the main part, an SLRU, only if it was used more often than what would go.
 
-    The window's size is fixed; where recency says more than frequency (large caches), a plain LRU is better.
+    The window's size is fixed; where recency says more than frequency (large caches), a plain LRU is better. Of an eviction
+    for more entries than the window holds, what is over passes unasked: not for pools of fewer than some thousand blocks.
     """
 
     def __init__(self, capacity: int) -> None:

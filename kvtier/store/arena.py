@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from kvtier.tier.pins import Pins
 
 
 def entry_meta(header: FrameHeader, priority: int = 0) -> EntryMeta:
-    """What a policy may know of a block."""
+    """What a policy may know of a block, its expiry still on the wall's clock."""
     parent = address(header.parent, header.shard) if header.depth else None
     return EntryMeta(
         parent,
@@ -82,7 +83,7 @@ class Arena:
 
     def show(self, slot: Slot, address: Address, header: FrameHeader, now: float, priority: int = 0) -> bool:
         """Commit a WRITING slot; False where the block is there already."""
-        meta = entry_meta(header, priority)
+        meta = entry_meta(header, priority).shifted(now - time.time())
         if not self.pool.commit(slot, address, meta, now):
             return False
         if priority:

@@ -73,7 +73,7 @@ class SlotTier(LowerTier):
         records = self._slots.journal.load()
         order = np.lexsort(([-record.depth for record in records], [record.used for record in records]))
         last = {record.address: record for record in map(records.__getitem__, order.tolist())}
-        nbytes = self._slots.slot_bytes
+        nbytes, to_our_clock = self._slots.slot_bytes, self._clock() - time.time()
         slots = [Slot(record.slot) for record in last.values()]
         metas = (
             EntryMeta(
@@ -82,7 +82,7 @@ class SlotTier(LowerTier):
                 nbytes,
                 expires_at=one.expires_at,
                 tenant=one.tenant,
-            )
+            ).shifted(to_our_clock)
             for one in last.values()
         )
         self.pool.adopt(slots, list(last), metas, 0.0)
@@ -207,7 +207,7 @@ class SlotTier(LowerTier):
             with self._lock:
                 now = self._clock()
                 for slot, parcel in reversed(kept):
-                    self.pool.commit(slot, parcel.address, parcel.meta, now)
+                    self.pool.commit(slot, parcel.address, parcel.meta.shifted(now - time.time()), now)
                     self._lots[slot] = self._one(lot_of(parcel.header))
                 for slot, parcel in kept:
                     if parcel.pinned_until > now and self.pool.slot(parcel.address) == slot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,8 +145,9 @@ def test_a_restart_tells_the_policy_all_that_it_knew(tmp_path: Path) -> None:
         policy,
     )
     tier.close()
+    on_our_clock = 5e9 - time.time() + time.monotonic()
     expected = [
-        EntryMeta(above, depth, GEOMETRY.block_bytes, expires_at=5e9, tenant=b"t" * 16)
+        EntryMeta(above, depth, GEOMETRY.block_bytes, expires_at=pytest.approx(on_our_clock, abs=60), tenant=b"t" * 16)
         for depth, above in enumerate([None, *batch.names[:2]])
     ]
     assert [policy.told[name] for name in batch.names] == expected

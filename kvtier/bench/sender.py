@@ -38,6 +38,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.requests < 1:
             raise ConfigError(f"--requests {self.requests}: at least one has to be sent")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed {self.seed}: give a number from 0 on, below 2^63")
 
 
 class Sender:

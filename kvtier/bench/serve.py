@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -80,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="TIME", help="for one request (default: 120s)"
     )
-    parser.add_argument("--seed", type=int, default=20240607)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="send the prompts of an earlier run again, which the server may still have cached (default: drawn, and shown)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -92,6 +98,8 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.seed is None:
+        args.seed = secrets.randbelow(1 << 31)
     plan = _planned(args)
     check_json(args.json)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

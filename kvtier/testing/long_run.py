@@ -21,7 +21,7 @@ from pathlib import Path
 from kvtier.abc.store import Selection
 from kvtier.key import Span
 from kvtier.testing.blocks import IDENTITY
-from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle
+from kvtier.testing.oracle import ASKED, MOST_BLOCKS, PROMPTS, Oracle
 from kvtier.testing.rig import Mishap, Rig, drawn_rig
 
 SHARE_BETWEEN = 0.2
@@ -144,7 +144,7 @@ class LongRun:
             oracle.give_up(0, by_name=True)
         keys, rng = self._prompt(), self._rng
         start = rng.choice([0, 0, rng.randrange(len(keys) + 1)])
-        oracle.match(keys, start, load=rng.random() > 0.05)
+        oracle.match(keys, start, hints=rng.choice(ASKED))
 
     def _clear(self, oracle: Oracle) -> None:
         rng = self._rng

@@ -19,8 +19,8 @@ from typing import TypeAlias
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.abc.store import Selection
-from kvtier.testing.oracle import MOST_BLOCKS, PROMPTS, Oracle
+from kvtier.abc.store import Hints, Selection
+from kvtier.testing.oracle import ASKED, MOST_BLOCKS, PROMPTS, Oracle
 from kvtier.testing.rig import Mishap, Rig
 
 Verb: TypeAlias = Callable[[Oracle], None]
@@ -77,9 +77,9 @@ class StoreMachine(RuleBasedStateMachine):
     def fill(self, blocks: int) -> None:
         self.oracle.fill(blocks)
 
-    @rule(asked=_prompts, start=st.sampled_from([0, 0, 1, 4, 9]), load=st.sampled_from([True] * 9 + [False]))
-    def match(self, asked: tuple[int, int], start: int, load: bool) -> None:
-        self.oracle.match(self.oracle.prompt(*asked), start, load=load)
+    @rule(asked=_prompts, start=st.sampled_from([0, 0, 1, 4, 9]), hints=st.sampled_from(ASKED))
+    def match(self, asked: tuple[int, int], start: int, hints: Hints) -> None:
+        self.oracle.match(self.oracle.prompt(*asked), start, hints=hints)
 
     @precondition(lambda self: self.oracle.matches)
     @rule(which=_which)

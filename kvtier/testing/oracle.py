@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvtier.abc.store import Found, Hints, Match, Reason, Selection, SlotRange, Transfer
+from kvtier.abc.store import NO_HINTS, Found, Hints, Match, Reason, Selection, SlotRange, Transfer
 from kvtier.codec.frame import ByteArray
 from kvtier.key import Address, Origin, Scope, Span, address
 from kvtier.testing.blocks import LAYOUT, SHARD, EngineMemory, content, filled, span
@@ -25,6 +25,8 @@ from kvtier.testing.rig import Mishap, Rig
 
 BRANCH_AT = 4
 """Blocks that two neighbouring prompts share."""
+ASKED = (*[NO_HINTS] * 12, Hints(no_load=True), Hints(pin_seconds=15), Hints(max_wait_ms=0), Hints(max_wait_ms=900))
+"""Hints that matches come with, most of them with none."""
 MOST_BLOCKS = 9
 PROMPTS = 10
 _FRESH = 1 << 20
@@ -111,11 +113,11 @@ class Oracle:
         scope = Scope(epoch=self.rig.store.epoch(Scope().tenant_id))
         return span([_FRESH + self._requests, *range(1, LAYOUT.block_tokens * blocks)], scope=scope)
 
-    def match(self, keys: Span, start: int = 0, *, load: bool = True) -> None:
+    def match(self, keys: Span, start: int = 0, *, hints: Hints = NO_HINTS) -> None:
         self._requests += 1
         name = f"r{self._requests}"
         self.matches[name] = (
-            self.rig.store.match(name, keys, min(start, len(keys)), hints=Hints(no_load=not load)),
+            self.rig.store.match(name, keys, min(start, len(keys)), hints=hints),
             self._time,
         )
 

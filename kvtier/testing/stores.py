@@ -203,6 +203,14 @@ class StoreSuite(Generic[S]):
         assert self.answers(match)[0] == (Found.MISS, Reason.NO_LOAD)
         match.release()
 
+    def test_a_request_may_ask_not_to_be_stored(self, store: S) -> None:
+        keys = chain(1, 2)
+        outcomes = self.ended(store, store.save(keys, filled(self.memory(2), keys), hints=Hints(no_store=True)))
+        assert [outcome.done for outcome in outcomes] == [False] * 2
+        match = self.matched(store, keys)
+        assert self.answers(match)[0] == (Found.MISS, Reason.NO_STORE)
+        match.release()
+
     def test_loads_as_much_as_is_asked_for(self, store: S) -> None:
         keys = chain(1, 5)
         self.saved(store, keys)

@@ -16,6 +16,8 @@ KINDS = (".png", ".svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart with every common kind of colour vision: Okabe and Ito, "Color Universal Design", 2008."""
 MARKERS = "osD^vPX"
+_DASHES = ("--", "-.", ":")
+"""Of the first, second and third limit of one line."""
 _PANEL_INCHES = 4.6, 3.8
 _COLUMNS = 3
 
@@ -81,11 +83,15 @@ def line_plot(
 
 
 def _draw(axes: Axes, series: Sequence[Series], x_ticks: Callable[[float], str] | None) -> None:
-    drawn = -1
+    drawn, limits = -1, 0
     for each in series:
-        drawn += not each.limit
+        drawn, limits = (drawn, limits + 1) if each.limit else (drawn + 1, 0)
         at = max(drawn, 0) % len(COLOURS)
-        look = {"linestyle": "--"} if each.limit else {"marker": MARKERS[at], "markersize": 5.0}
+        look = (
+            {"linestyle": _DASHES[(limits - 1) % len(_DASHES)]}
+            if each.limit
+            else {"marker": MARKERS[at], "markersize": 5.0}
+        )
         axes.plot(each.xs, each.ys, color=COLOURS[at], label=each.label, **look)
     if x_ticks is not None:
         places = sorted({x for each in series for x in each.xs})

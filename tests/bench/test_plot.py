@@ -35,6 +35,15 @@ def test_the_picture_has_its_words_and_a_dashed_limit(tmp_path: Path) -> None:
     assert (tmp_path / "b.svg").read_text() == text
 
 
+def test_two_limits_of_one_line_are_told_apart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    both = [*SERIES[:2], Series("infinite", [65536, 2 << 20], [3.0, 3.0], limit=True, panel="nvme")]
+    line_plot(both, tmp_path / "a.svg", x_label="x", y_label="y")
+    text = (tmp_path / "a.svg").read_text()
+    assert text.count("stroke-dasharray: 5.55") == 2
+    assert text.count("stroke-dasharray: 9.6") == 2
+
+
 def test_a_png_is_one(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(tmp_path / "a.png")

@@ -183,7 +183,8 @@ class Exchange:
 
     def demotes(self, sequence: TokenSequence) -> bool:
         """Whether a sequence that gives way is better saved and loaded again than computed again."""
-        blocks, unsaved = sequence.committed, sequence.committed - sequence.offered
+        blocks = sequence.committed
+        unsaved = max(0, blocks - sequence.offered)
         return self._guarded(lambda c: c.scheduler.demotes(blocks, unsaved), fallback=False)
 
     def drop(self, span: Span, reason: Reason) -> None:

@@ -12,7 +12,8 @@ from kvtier.errors import MediumUnavailable
 from kvtier.key import Address
 from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.memory import MemoryMedium
-from kvtier.testing.faults import Faulty, FaultyNames, Slow, Stuck, Torn, wrapped
+from kvtier.testing.faults import Faulty, FaultyNames, Slow, Stuck, Throttled, Torn, wrapped
+from kvtier.testing.hand import ManualClock
 from kvtier.testing.media import KeyMediumSuite, names, payload, room
 from kvtier.transfer.copy import read_frames, write_frames
 
@@ -68,6 +69,27 @@ def test_slow_waits_before_the_calls_it_names() -> None:
     medium.read([0], [[room(4)]])
     assert waits == [0.5]
     assert medium.view(0) is not None
+
+
+def test_a_throttle_takes_so_long_per_call_and_per_item_and_makes_up_for_sleeping_too_long() -> None:
+    clock = ManualClock()
+    late = 0.0
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds + late)
+
+    throttle = Throttled(0.01, "read", call=0.05, clock=clock, sleep=sleep)
+    medium = wrapped(DramMedium(3, 4096, prefault=False), throttle)
+    medium.write([0, 1, 2], [[payload(i, 4)] for i in range(3)])
+    assert clock.now == 100.0
+    for late in (0.0, throttle.SLACK / 2):
+        began = clock.now
+        medium.read([0, 1, 2], [[room(4)] for _ in range(3)])
+        assert clock.now - began == pytest.approx(0.08 + late, abs=1e-9)
+    throttle.active = False
+    began = clock.now
+    medium.read([0], [[room(4)]])
+    assert clock.now == began
 
 
 def test_a_torn_write_says_done_and_does_not_prove() -> None:

@@ -252,7 +252,7 @@ class EngineSettings:
         at_least=2,
     )
     hbm_policy: str = _setting(
-        "lru", "eviction policy of HBM: lru, fifo, lfu, slru, arc, s3fifo, sieve, wtinylfu, gdsf or ttl"
+        "lru", "eviction policy of HBM: lru, fifo, lfu, slru, arc, s3fifo, sieve, wtinylfu, gdsf, ttl or adaptive"
     )
     max_model_len: int | None = _setting(
         None, "longest sequence in tokens; none: what the model was made for", at_least=1

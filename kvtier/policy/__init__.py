@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvtier.abc.policy import EvictionPolicy
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
+from kvtier.policy.adaptive import AdaptivePolicy
 from kvtier.policy.arc import ArcPolicy
 from kvtier.policy.fifo import FifoPolicy
 from kvtier.policy.gdsf import GdsfPolicy
@@ -29,6 +30,7 @@ _KINDS: dict[str, Callable[[int], EvictionPolicy]] = {
     "wtinylfu": WTinyLfuPolicy,
     "gdsf": GdsfPolicy,
     "ttl": TtlPolicy,
+    "adaptive": AdaptivePolicy,
 }
 
 

@@ -64,6 +64,11 @@ class TestTtl(PolicySuite):
         return policy.make("ttl", capacity)
 
 
+class TestAdaptive(PolicySuite):
+    def make(self, capacity: int) -> EvictionPolicy:
+        return policy.make("adaptive", capacity)
+
+
 class Fewer(LruPolicy):
     """Gives what it has where it should say that there are not so many."""
 

@@ -246,6 +246,8 @@ def test_a_later_pin_lengthens_and_never_shortens() -> None:
     bench.save(keys, Hints(pin_seconds=100))
     bench.match(keys, hints=Hints(pin_seconds=1)).release()
     bench.clock.advance(50)
+    flood(bench, 40)
+    assert in_dram(bench, keys) == 1, "a shorter pin leaves the longer one as it is"
     bench.match(keys, hints=Hints(pin_seconds=100)).release()
     bench.clock.advance(60)
     flood(bench, 40)

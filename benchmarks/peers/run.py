@@ -3,7 +3,7 @@
     python benchmarks/peers/run.py [--json FILE] [--environments DIR] [--directory DIR] [--rounds N] [--seed N]
 
 64 blocks of 2 MiB. dram: an engine's memory <-> DRAM. disk: DRAM <-> files, to fdatasync on both sides. redis: DRAM <-> one
-Valkey over TCP on the loopback; LMCache by both of its clients, and Mooncake Store, a server of its own, over TCP as well.
+Valkey over TCP on the loopback, LMCache by both of its clients. tcp: ours on Valkey beside Mooncake Store, a server of its own.
 Look-ups: a prompt of 100,000 tokens in chunks of 16, hashed and found whole. Ours has its sums on; ``bare`` shows what they
 cost, and ``limit`` is what the machine does with the same bytes. CPU seconds are those of the client's process. Each peer
 runs in a virtual environment that is made at the first run (some minutes, see --environments); one that cannot be made, or
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,10 +170,12 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+Wanted = tuple[str, "Environment | str", str, dict[str, Any]]
+"""A side: its name, its environment or why there is none, its script and its task."""
+
+
 @contextmanager
-def started(
-    run: Run, medium: str, wanted: Sequence[tuple[str, Environment | str, str, dict[str, Any]]], folder: Path
-) -> Iterator[list[Side]]:
+def started(run: Run, medium: str, wanted: Sequence[Wanted], folder: Path) -> Iterator[list[Side]]:
     """The sides that start, each with (name, its environment or why there is none, script, task)."""
     sides: list[Side] = []
     try:
@@ -267,69 +269,39 @@ def measure(
     def lookups(_: str) -> Sequence[str]:
         return ("lookup",)
 
-    with ExitStack() as stack:
-        port = free_port()
-        stack.enter_context(start_valkey(folder / "valkey", port=port))
-        store, store_port = stack.enter_context(mooncake_server(peers["mooncake"], folder))
-        (folder / "kvtier").mkdir()
-        task = {"seed": options.seed, "block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "port": port}
-        prompt = {"seed": options.seed, "block_bytes": 512, "blocks": CHUNKS, "tokens": TOKENS, "port": port}
-        lm, us = "lmcache_peer.py", "kvtier_peer.py"
-        plans: list[
-            tuple[str, Callable[[str], Sequence[str]], list[tuple[str, Environment | str, str, dict[str, Any]]]]
-        ] = [
-            (
-                "dram",
-                blocks,
-                [(OURS, ours, us, {**task, "medium": "dram"}), ("lmcache", lmcache, lm, {**task, "medium": "dram"})],
-            ),
-            (
-                "disk",
-                blocks,
-                [
-                    (OURS, ours, us, {**task, "medium": "disk", "directory": str(folder / "kvtier")}),
-                    ("lmcache", lmcache, lm, {**task, "medium": "disk", "directory": str(folder / "lmcache")}),
-                ],
-            ),
-            (
-                "redis",
-                blocks,
-                [
-                    (OURS, ours, us, {**task, "medium": "redis"}),
-                    ("lmcache redis", lmcache, lm, {**task, "medium": "redis"}),
-                    ("lmcache resp", lmcache, lm, {**task, "medium": "resp"}),
-                    ("mooncake", store, "mooncake_peer.py", {**task, "port": store_port}),
-                ],
-            ),
-            (
-                "dram look-up",
-                lookups,
-                [
-                    (OURS, ours, us, {**prompt, "medium": "dram"}),
-                    ("lmcache", lmcache, lm, {**prompt, "medium": "dram"}),
-                ],
-            ),
-            (
-                "redis look-up",
-                lookups,
-                [
-                    (OURS, ours, us, {**prompt, "medium": "redis"}),
-                    ("lmcache resp", lmcache, lm, {**prompt, "medium": "resp"}),
-                ],
-            ),
-        ]
-        for medium, does, wanted in plans:
-            proceed()
-            print(f"{medium}: {', '.join(name for name, *_ in wanted)}", flush=True)
-            with started(run, medium, wanted, folder) as sides:
-                filled = medium.endswith("look-up")
-                for side in [each for each in sides if filled and each.name != OURS]:
-                    try:
-                        side.ask("put")
-                    except Failed as failed:
-                        run.troubles[medium, side.name] = str(failed)
-                alive = [side for side in sides if (medium, side.name) not in run.troubles]
-                take_turns(run, medium, alive, does, options.rounds, proceed)
+    def play(medium: str, does: Callable[[str], Sequence[str]], wanted: Sequence[Wanted]) -> None:
+        proceed()
+        print(f"{medium}: {', '.join(name for name, *_ in wanted)}", flush=True)
+        with started(run, medium, wanted, folder) as sides:
+            for side in [each for each in sides if does is lookups and each.name != OURS]:
+                try:
+                    side.ask("put")
+                except Failed as failed:
+                    run.troubles[medium, side.name] = str(failed)
+            alive = [side for side in sides if (medium, side.name) not in run.troubles]
+            take_turns(run, medium, alive, does, options.rounds, proceed)
+
+    port, lm, us = free_port(), "lmcache_peer.py", "kvtier_peer.py"
+    task = {"seed": options.seed, "block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "port": port}
+    prompt = {"seed": options.seed, "block_bytes": 512, "blocks": CHUNKS, "tokens": TOKENS, "port": port}
+    (folder / "kvtier").mkdir()
+    for medium in ("dram", "disk"):
+        both = [(OURS, ours, us, folder / "kvtier"), ("lmcache", lmcache, lm, folder / "lmcache")]
+        play(
+            medium,
+            blocks,
+            [(name, made, by, {**task, "medium": medium, "directory": str(at)}) for name, made, by, at in both],
+        )
+    dram = {**prompt, "medium": "dram"}
+    play("dram look-up", lookups, [(OURS, ours, us, dram), ("lmcache", lmcache, lm, dram)])
+    with start_valkey(folder / "valkey", port=port):
+        redis = [(OURS, ours, us, {**task, "medium": "redis"})]
+        clients = [(f"lmcache {kind}", lmcache, lm, {**task, "medium": kind}) for kind in ("redis", "resp")]
+        play("redis", blocks, [*redis, *clients])
+        resp = {**prompt, "medium": "resp"}
+        play("redis look-up", lookups, [(OURS, ours, us, resp), ("lmcache resp", lmcache, lm, resp)])
+        with mooncake_server(peers["mooncake"], folder) as (store, store_port):  # its threads would disturb the others
+            play("tcp", blocks, [*redis, ("mooncake", store, "mooncake_peer.py", {**task, "port": store_port})])
 
 
 ASKED: dict[tuple[str, str], float] = {

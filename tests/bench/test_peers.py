@@ -50,12 +50,12 @@ def test_ours_is_measured_and_a_peer_that_is_not_there_is_a_row_that_says_why(
     ours = {(row["medium"], row["op"]) for row in report["rows"] if row["side"] == "kvtier"}
     bulk = [way + op for way in ("", "bare_", "limit_") for op in ("put", "get")]
     assert ours == {
-        *((medium, op) for medium in ("dram", "disk", "redis") for op in bulk),
+        *((medium, op) for medium in ("dram", "disk", "redis", "tcp") for op in bulk),
         ("dram look-up", "lookup"),
         ("redis look-up", "lookup"),
     }
     theirs = {(row["medium"], row["side"]): row["trouble"] for row in report["rows"] if row["side"] != "kvtier"}
-    assert theirs["redis", "mooncake"] == "not built: no library"
+    assert theirs["tcp", "mooncake"] == "not built: no library"
     assert theirs["disk", "lmcache"] == theirs["redis look-up", "lmcache resp"] == "not built: no pip"
     assert "not built: no library" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

@@ -176,13 +176,18 @@ def test_above_whole_branches_are_sampled_and_the_trunk_always_is() -> None:
         serve(one, resident, branch(number))  # until the trunk is known
     taken = 0
     for number in range(3 * KEPT, 3 * KEPT + 1600):
+        before = [shadow.score for shadow in one._shadows]
         serve(one, resident, branch(number))
+        for shadow, score in zip(one._shadows, before, strict=True):
+            assert shadow.score > score + TRUNK / 2, "the trunk was hit, whatever came behind it"
         seen = set()
         for shadow in one._shadows:
             assert all(shared in shadow for shared in numbered(*range(TRUNK)))
             seen.add(sum(own in shadow for own in branch(number)[TRUNK:]))
         assert seen in ({0}, {6}), "a branch is in the sample with all it has, or not at all"
         taken += 6 in seen
+        serve(one, resident, branch(number, 7))
+        assert {sum(own in shadow for own in branch(number, 7)[TRUNK:]) for shadow in one._shadows} == {7 * (6 in seen)}
     assert 60 <= taken <= 140, f"{taken} of 1600 branches, one in 16 was asked for"
 
 
@@ -281,10 +286,11 @@ def test_what_is_dropped_leaves_no_ghost_in_shadows_or_trunk() -> None:
     one._parent = {name: parent for name, parent in one._parent.items() if parent != gone}  # its child's own memory
     assert one._branches.trunk == 3
     assert not any(isinstance(known, bytes) and known == gone for known in reachable(one))
-    shadow = Shadow(adaptive.CANDIDATES["arc"](4))
+    shadow = Shadow(adaptive.CANDIDATES["s3fifo"](4))
     for number in range(10):
         shadow.serve(numbered(number), None, 4, 0.0)
     assert entry(5) not in shadow
+    assert any(known == entry(5) for known in reachable(shadow)), "a ghost of what has just gone"
     shadow.drop(entry(5))
     assert not any(isinstance(known, bytes) and known == entry(5) for known in reachable(shadow))
 

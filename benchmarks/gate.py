@@ -175,7 +175,7 @@ def bed(model: str, tier: str, url: str, seed: int, *, gate: GateMode, tokens: i
     )
     assembly = assemble(settings, require_all=True, around=around)
     try:
-        made = Bed(assembly, tier, throttle, random.Random(seed), tokens)
+        made = Bed(assembly, tier, throttle, random.Random(f"{seed} {model} {tier} {gate}"), tokens)
         for _ in range(3):  # first use costs more: of torch, of buffers, of threads
             made.serve(made.fresh(tokens))
         made.longs = [made.fresh(tokens) for _ in range(PROMPTS)]

@@ -78,16 +78,18 @@ class BlockCache:
         sequence.chain.extend(sequence.tokens)
         if self._reuse:
             addresses, now = sequence.chain.addresses, self._clock()
-            for index in range(full - 1, sequence.committed - 1, -1):
-                parent = addresses[index - 1] if index else None
-                meta = EntryMeta(
-                    parent,
+            new = slice(sequence.committed, full)
+            metas = [
+                EntryMeta(
+                    addresses[index - 1] if index else None,
                     index,
                     self._block_bytes,
                     priority=sequence.hints.priority,
                     tenant=sequence.chain.origin.tenant,
                 )
-                self.pool.commit(sequence.slots[index], addresses[index], meta, now)
+                for index in range(new.start, full)
+            ]
+            self.pool.commit_all(sequence.slots[new], addresses[new], metas, now)
         sequence.committed = full
 
     def own_tail(self, sequence: TokenSequence) -> bool:

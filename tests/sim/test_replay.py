@@ -134,9 +134,9 @@ def test_tokens_count_a_prompts_last_block_as_what_is_in_it() -> None:
 
 
 def test_the_warm_up_is_a_share_of_the_requests() -> None:
-    chains = [(1, 2), (1, 2), (1, 2, 3), (9,)]
-    assert work_of(chains, Counting(warmup=0.0)).infinite == 4 / 8
-    assert work_of(chains, Counting(warmup=0.5)).infinite == 2 / 4
+    chains = [(1, 2), (1, 2), (1, 2, 3), (9, 8)]
+    assert work_of(chains, Counting(warmup=0.0)).infinite == 4 / 9
+    assert work_of(chains, Counting(warmup=0.5)).infinite == 2 / 5
     with pytest.raises(ValueError, match="share of the requests"):
         Counting(warmup=1.0)
 

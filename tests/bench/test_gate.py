@@ -19,7 +19,15 @@ def test_every_factor_has_a_row_and_without_the_gate_a_slow_tier_is_slow(
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "SLOW", 2.0)
     report = tmp_path / "report.json"
-    options = ["--quick", "--models", "paced://smollm2-135m?gpu=h100&utilisation=0.01", "--tiers", "nvme", "--parts", "throttle"]
+    options = [
+        "--quick",
+        "--models",
+        "paced://smollm2-135m?gpu=h100&utilisation=0.01",
+        "--tiers",
+        "nvme",
+        "--parts",
+        "throttle",
+    ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gate", "--json", str(report), *options])
     assert module.main() == 0

@@ -349,13 +349,17 @@ class Promoter:
         for index in held:
             match.found[index] = self._hit[DRAM]
         self._start(match, steps, slots)
-        for index in self._gate.decided(runs, kept, self._queued.keys() - self._tried):
-            self._try(match, walk.steps, self._length(runs[:index]), self._length(runs[index : index + 1]))
-        patience = self._gate.patience(runs[:kept]) if match.awaited and runs else None
-        if patience is not None:
-            match.wait_until(min(match.deadline, now + patience))
+        self._act_on(match, walk.steps, runs, kept)
         if not match.awaited:
             self._settle(match)
+
+    def _act_on(self, match: TieredMatch, steps: Sequence[Step], runs: Sequence[Run], kept: int) -> None:
+        """What follows from loading the first ``kept`` runs: tries of tiers that lost, and how long to wait."""
+        for index in self._gate.decided(runs, kept, self._queued.keys() - self._tried):
+            self._try(match, steps, self._length(runs[:index]), self._length(runs[index : index + 1]))
+        patience = self._gate.patience(runs[:kept]) if match.awaited and runs else None
+        if patience is not None:
+            match.wait_until(min(match.deadline, self._clock() + patience))
 
     def _judged(self, match: TieredMatch, steps: Sequence[Step]) -> tuple[list[Run], int]:
         """The runs of a walk, and how many of the first are worth loading: all, where nobody waits for them."""

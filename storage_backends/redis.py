@@ -152,9 +152,7 @@ class RedisMedium(KeyMedium):
 
     @classmethod
     def auditor(cls, location: TierUrl, params: Params) -> RedisAuditor:
-        return RedisAuditor(
-            _named(location), connection_maker(location, params), params.ttl, _sum_key(params.auth_key)
-        )
+        return RedisAuditor(_named(location), connection_maker(location, params), params.ttl, _sum_key(params.auth_key))
 
     @_sensible
     def probe(self, names: Sequence[Address]) -> int:

@@ -232,7 +232,9 @@ def main(argv: Sequence[str]) -> int:
     plan = Plan.read(Path(argv[0]))
     media = Media()
     tiers = tuple(TierUrl.parse(tier) for tier in plan.tiers)
-    store = StoreSettings(deadline=Seconds(1.0), gate=GateMode.OFF)  # to a model as small as this no tier would be worth it
+    store = StoreSettings(
+        deadline=Seconds(1.0), gate=GateMode.OFF
+    )  # to a model as small as this no tier would be worth it
     settings = Settings(tiers=tiers, engine=plan.engine(), store=store)
     assembly = assemble(settings, around=media.around)
     load, orders = Load(plan, assembly), _orders()

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_json(args.json)
+    _check_numbers(args)
     single, shape = gpu(args.gpu), model_shape(args.plan_model, args.plan_kv_dtype)
     prices = _prices(args.price)
     speeds = _speeds(args.link)
@@ -66,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
     demand = _demand(args, trace)
     priced = {each.name: replace(each, hourly=prices.get(each.name, each.hourly)) for each in GPUS.values()}
     kind = priced[single.name]
-    if args.gpus is not None and args.gpus < 1:
-        raise ConfigError(f"--gpus {args.gpus}: at least one has to do it")
     machine = kind.times(args.gpus or gpus_for(shape, kind, demand))
     links = {name: replace(link, bandwidth=speeds.get(name, link.bandwidth)) for name, link in LINKS.items()}
     plan = planned(
@@ -96,22 +95,29 @@ def _plain(plan: Plan) -> dict[str, object]:
 
 def _positive(flag: str, value: float, most: float = math.inf) -> None:
     if not 0 < value <= most:
-        raise ConfigError(f"{flag} {value:g}: must be above 0" + ("" if math.isinf(most) else f" and at most {most:g}"))
+        raise ConfigError(f"{flag} {value:g}: must be above 0" + ("" if math.isinf(most) else f" and at most {most:,}"))
 
 
-def _demand(args: argparse.Namespace, trace: Trace | None) -> Demand:
-    context, output = args.context, args.output
-    if trace is not None and (context is None or output is None):
-        lengths = [(each.input_tokens, each.output_tokens) for each in trace]
-        context = context or max(1, round(sum(one for one, _ in lengths) / len(lengths)))
-        output = output or max(1, round(sum(one for _, one in lengths) / len(lengths)))
-    context, output = CONTEXT if context is None else context, OUTPUT if output is None else output
-    _positive("--context", context, 1 << 30)
-    _positive("--output", output, 1 << 30)
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Before anything takes time: a trace may be long."""
+    for flag, given in (("--context", args.context), ("--output", args.output)):
+        if given is not None:
+            _positive(flag, given, 1 << 30)
     _positive("--concurrency", args.concurrency, 1 << 20)
     _positive("--block-tokens", args.plan_block_tokens, 1 << 20)
     _positive("--utilisation", args.utilisation, 1)
     _positive("--hbm-share", args.hbm_share, 1)
+    if args.gpus is not None and args.gpus < 1:
+        raise ConfigError(f"--gpus {args.gpus}: at least one has to do it")
+
+
+def _demand(args: argparse.Namespace, trace: Trace | None) -> Demand:
+    context, output = CONTEXT, OUTPUT
+    if trace is not None and (args.context is None or args.output is None):
+        lengths = [(each.input_tokens, each.output_tokens) for each in trace]
+        context, output = (max(1, round(sum(column) / len(lengths))) for column in zip(*lengths, strict=True))
+    context = context if args.context is None else args.context
+    output = output if args.output is None else args.output
     return Demand(context, output, args.concurrency, args.plan_block_tokens, args.utilisation, args.hbm_share)
 
 

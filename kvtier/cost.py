@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -84,7 +85,9 @@ class Fit:
         return max((amount for size in self._sizes.values() for amount, _ in size.kept), default=0.0)
 
     def observe(self, amount: float, seconds: float) -> None:
-        """``amount`` (bytes or tokens, above 0) took ``seconds``."""
+        """``amount`` (bytes or tokens, above 0) took ``seconds``; what is no finite time is passed over."""
+        if not math.isfinite(seconds):
+            return
         self.count += 1
         size = self._sizes.setdefault(int(amount).bit_length(), _Size())
         size.add(amount, max(seconds, SMALLEST), self.count)

@@ -35,6 +35,14 @@ FREE = Line(0.0, 1e-12)
 # -- the fit
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_time_changes_nothing(seconds: float) -> None:
+    fit = Fit()
+    fit.observe(1000, 0.5)
+    fit.observe(1000, seconds)
+    assert (fit.count, fit.seconds(1000)) == (1, 0.5)
+
+
 @pytest.mark.parametrize("line", [Line(0.02, 3e-9), Line(0.0, 1e-6), Line(0.5, 1e-12)])
 def test_a_line_is_found_from_what_lies_on_it(line: Line) -> None:
     fit = Fit()

@@ -52,7 +52,7 @@ class WriteBudget:
     def left(self, now: float) -> float:
         """Bytes that may be written at once."""
         if self._at is not None:
-            self._left = min(self.most, self._left + (now - self._at) * self._rate)
+            self._left = min(self.most, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left
 

@@ -224,10 +224,12 @@ class TieredStore(Store):
             self._loaded(id(future), slots, outcomes, end - start)
             done = sum(outcome.done for outcome in outcomes)
             timing = LoadTiming(done * self.geometry.block_bytes, end - (match.began or start))
-            with self._lock:
-                self._history.time(match.request_id, timing)
-                self._gate.observe_load(DRAM, timing.nbytes, self._clock() - asked - idle, queued)
-            future.set_result([*outcomes, *beyond])
+            try:
+                with self._lock:
+                    self._history.time(match.request_id, timing)
+                    self._gate.observe_load(DRAM, timing.nbytes, self._clock() - asked - idle, queued)
+            finally:  # whatever a gate makes of it: an engine's step waits for this
+                future.set_result([*outcomes, *beyond])
 
         def closed() -> None:
             if begun():

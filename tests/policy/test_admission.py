@@ -141,3 +141,8 @@ def test_uses_are_counted_up_to_a_limit() -> None:
     rule.used([entry(1)] * 100)
     rule.offered(entry(1), 1, 0.0)
     assert rule._decisions[MOST_USES] == 1.0
+
+
+def test_a_clock_that_goes_back_takes_nothing_from_the_budget() -> None:
+    budget = WriteBudget(24_000)
+    assert budget.left(1000.0) == budget.left(10.0) == 1000.0

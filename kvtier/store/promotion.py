@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
@@ -27,11 +30,11 @@ from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.cost import DRAM, Gate, Run
 from kvtier.key import Address, Span
 from kvtier.metrics import TierMetrics
-from kvtier.pool import Slot
+from kvtier.pool import NONE, Slot, SlotArray
 from kvtier.store.arena import Arena, Gone
 from kvtier.store.demotion import Demoter
 from kvtier.store.geometry import Geometry
-from kvtier.store.history import History, runs
+from kvtier.store.history import History, repeats
 from kvtier.store.match import TieredMatch, missed
 from kvtier.tier.lower import LowerTier, lot_of
 from kvtier.transfer.workers import Urgency
@@ -75,9 +78,9 @@ class Arrival:
     """What it is to be once it arrives, where it was dropped on the way."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Where one block of a match is: on its way, in a lower tier, or (neither) in DRAM."""
+    """Where one block of a match is: on its way, in a lower tier, or (neither) in DRAM. One object per tier."""
 
     arrival: Arrival | None = None
     tier: LowerTier | None = None
@@ -100,8 +103,10 @@ class Walk:
     """The usable prefix of a match, and why it ends where it does (None: it does not)."""
 
     steps: list[Step]
-    resident: list[Slot | None]
-    """Per block its DRAM slot."""
+    resident: SlotArray
+    """Per block of the match its DRAM slot, NONE where it has none."""
+    lacking: list[int]
+    """Blocks of the match that have none."""
     end: BlockFound | None
 
 
@@ -149,6 +154,7 @@ class Promoter:
         self._moving = False
         self._hit = {name: BlockFound(Found.HIT, name) for name in [DRAM, *(tier.name for tier in tiers)]}
         self._coming = {tier.name: BlockFound(Found.PENDING, tier.name) for tier in tiers}
+        self._below = {tier.name: Step(tier=tier) for tier in tiers}
 
     def open(self, request_id: str, span: Span, start: int, urgency: Urgency, hints: Hints = NO_HINTS) -> TieredMatch:
         """A new live match, not advanced yet."""
@@ -185,8 +191,8 @@ class Promoter:
         match.released = True
         self.reserved -= match.reserved
         match.reserved = 0
-        self._arena.pool.release(list(match.slots.values()), self._clock())
-        match.slots = {}
+        self._arena.pool.release(match.held, self._clock())
+        match.slots = match.slots[:0]
         self._line.pop(match.request_id, None)
         if self.matches.get(match.request_id) is match:
             del self.matches[match.request_id]
@@ -221,7 +227,7 @@ class Promoter:
         return next(iter(self._line), match.request_id) == match.request_id
 
     def _expire(self, match: TieredMatch) -> None:
-        if not match.awaited and not match.slots:
+        if not match.awaited and not len(match.held):
             self._take_resident(match)
         self._miss_pending(match)
         match.awaited = 0
@@ -230,17 +236,18 @@ class Promoter:
 
     def _take_resident(self, match: TieredMatch) -> None:
         """What DRAM has is given to a match that has waited in vain, for room or for an answer."""
-        places = self._arena.pool.places(match.addresses[match.start :])
-        known = list(takewhile(lambda slot: slot is not None, places))[: max(0, self._half - self.reserved)]
-        steps: list[Step] = [IN_DRAM] * len(known)
+        known = self._arena.pool.find(match.addresses[match.start :])
+        lacking = np.flatnonzero(known == NONE)
+        whole = int(lacking[0]) if len(lacking) else len(known)
+        steps = [IN_DRAM] * max(0, min(whole, self._half - self.reserved))
         runs, kept = self._judged(match, steps)
         steps = steps[: self._length(runs[:kept])] if kept < len(runs) else steps
         self._gate.decided(runs, kept, ())
-        match.slots = {index: slot for index, slot in enumerate(known[: len(steps)]) if slot is not None}
+        match.slots[: len(steps)] = known[: len(steps)]
         match.found[: len(steps)] = [self._hit[DRAM]] * len(steps)
         match.reserved = len(steps)
         self.reserved += len(steps)
-        self._arena.pool.acquire(list(match.slots.values()))
+        self._arena.pool.acquire(match.held)
 
     def _miss_pending(self, match: TieredMatch) -> None:
         for index, block in enumerate(match.found):
@@ -251,23 +258,22 @@ class Promoter:
     def _walk(self, match: TieredMatch) -> Walk | None:
         """Where each block of the match is; None where a probe has been sent and must answer first."""
         if self._clearing.stale(match.span.origin):
-            return Walk([], [], missed(Reason.CLEARED))
+            return Walk([], match.slots[:0], [], missed(Reason.CLEARED))
         addresses = match.addresses[match.start :]
-        resident = self._arena.pool.places(addresses)
+        resident = self._arena.pool.find(addresses)
         steps = [IN_DRAM] * len(resident)
-        if None not in resident:
-            return Walk(steps, resident, None)
+        lacking = np.flatnonzero(resident == NONE).tolist()
+        if not lacking:
+            return Walk(steps, resident, lacking, None)
         answering = [tier for tier in self._tiers if _answers(tier)]
         known = [(tier, tier.places(addresses)) for tier in answering if not tier.probes]
         shared = [tier for tier in answering if tier.probes]
-        for index in range(resident.index(None), len(steps)):
-            if resident[index] is not None:
-                continue
+        for index in lacking:
             address = addresses[index]
             arrival = self.arriving.get(address)
             if arrival is not None and arrival.dropped is None:
                 if arrival.tier not in answering:
-                    return Walk(steps[:index], resident, missed(Reason.TIER_DEGRADED, arrival.tier.name))
+                    return Walk(steps[:index], resident, lacking, missed(Reason.TIER_DEGRADED, arrival.tier.name))
                 steps[index] = Step(arrival=arrival)
                 continue
             tier: LowerTier | None = None
@@ -279,9 +285,10 @@ class Promoter:
                     return None
                 tier = tier or next((one for one in shared if index < match.present[one.name]), None)
             if tier is None:
-                return Walk(steps[:index], resident, missed(self._why(address, match.span, match.start + index)))
-            steps[index] = Step(tier=tier)
-        return Walk(steps, resident, None)
+                why = self._why(address, match.span, match.start + index)
+                return Walk(steps[:index], resident, lacking, missed(why))
+            steps[index] = self._below[tier.name]
+        return Walk(steps, resident, lacking, None)
 
     def _why(self, address: Address, span: Span, index: int) -> Reason:
         why = self._history.why(address)
@@ -324,11 +331,13 @@ class Promoter:
                 return
             steps, end = steps[: self._half], missed(Reason.NO_ROOM)
         now = self._clock()
-        held = {index: slot for index, slot in enumerate(walk.resident[: len(steps)]) if slot is not None}
-        self._arena.pool.acquire(list(held.values()))
-        wanted = [index for index, step in enumerate(steps) if step.tier is not None]
+        match.slots[: len(steps)] = walk.resident[: len(steps)]
+        self._arena.pool.acquire(match.held)
+        lacking = walk.lacking[: bisect_left(walk.lacking, len(steps))]
+        wanted = [index for index in lacking if steps[index].tier is not None]
         if self._arena.owing_count and not self._arena.has_room(len(wanted)):
-            self._arena.pool.release(list(held.values()), now)
+            self._arena.pool.release(match.held, now)
+            match.slots[:] = NONE
             self._demoter.keep_reserve(self.reserved + len(wanted))
             self._line[match.request_id] = match
             return
@@ -338,17 +347,14 @@ class Promoter:
         self.note_gone(gone)
         if len(slots) < len(wanted):
             cut = wanted[len(slots)]
-            self._arena.pool.release([slot for index, slot in held.items() if index >= cut], now)
-            held = {index: slot for index, slot in held.items() if index < cut}
+            match.let_go(self._arena.pool, cut, now)
             steps, end = steps[:cut], missed(Reason.NO_ROOM)
-        match.slots = held
         match.reserved = len(steps)
         self.reserved += len(steps)
         if end is not None:
             match.end(len(steps), end)
-        for index in held:
-            match.found[index] = self._hit[DRAM]
-        self._start(match, steps, slots)
+        match.found[: len(steps)] = [self._hit[DRAM]] * len(steps)
+        self._start(match, steps, lacking, slots)
         self._act_on(match, walk.steps, runs, kept)
         if not match.awaited:
             self._settle(match)
@@ -361,14 +367,14 @@ class Promoter:
         if patience is not None:
             match.wait_until(min(match.deadline, self._clock() + patience))
 
-    def _judged(self, match: TieredMatch, steps: Sequence[Step]) -> tuple[list[Run], int]:
+    def _judged(self, match: TieredMatch, steps: list[Step]) -> tuple[list[Run], int]:
         """The runs of a walk, and how many of the first are worth loading: all, where nobody waits for them."""
         runs: list[Run] = []
         if match.urgency is Urgency.PREFETCH:
             return runs, 0
         queued = dict(self._queued)
-        for (tier, arriving), blocks in groupby(steps, key=_source):
-            count, name = sum(1 for _ in blocks), tier.name if tier else DRAM
+        for (tier, arriving), equal in groupby(repeats(steps), key=lambda one: _source(one[0])):
+            count, name = sum(count for _, count in equal), tier.name if tier else DRAM
             tokens, nbytes = count * self._geometry.block_tokens, count * self._geometry.block_bytes
             runs.append(Run(name, tokens, nbytes, queued.pop(name, 0), arriving))
         return runs, self._gate.keeps(runs)
@@ -393,11 +399,12 @@ class Promoter:
             self._tried.add(tier.name)
         self._send(match, steps, indexes, Urgency.PREFETCH, trial=True)
 
-    def _start(self, match: TieredMatch, steps: Sequence[Step], slots: Sequence[Slot]) -> None:
+    def _start(self, match: TieredMatch, steps: Sequence[Step], lacking: Sequence[int], slots: Sequence[Slot]) -> None:
         """Join what is on its way already, and send for the rest."""
         free = iter(slots)
         wanted: list[int] = []
-        for index, step in [(index, step) for index, step in enumerate(steps) if step is not IN_DRAM]:
+        for index in lacking[: bisect_left(lacking, len(steps))]:
+            step = steps[index]
             arrival = step.arrival
             if step.tier is not None:
                 arrival = Arrival(match.addresses[match.start + index], next(free), step.tier)
@@ -523,11 +530,10 @@ class Promoter:
         hits = match.hits
         if hits < len(match.found):
             match.end(hits, match.found[hits])
-        self._arena.pool.release([slot for index, slot in match.slots.items() if index >= hits], self._clock())
-        match.slots = {index: slot for index, slot in match.slots.items() if index < hits}
+        match.let_go(self._arena.pool, hits, self._clock())
         self.reserved += hits - match.reserved
         match.reserved = hits
-        self._note_use(match.addresses[: match.start + hits])
+        self._note_use(match, hits)
         self._note_lack(match.addresses[match.start + hits :])
         if match.hints.pin_seconds:
             self._pin(match.addresses[: match.start + hits], match.hints.pin_seconds)
@@ -541,10 +547,10 @@ class Promoter:
             self._notice.settled(match.found)
         self._move_line()
 
-    def _count(self, blocks: Sequence[BlockFound]) -> None:
+    def _count(self, blocks: list[BlockFound]) -> None:
         given: dict[str, int] = {}
         misses: dict[str | Enum, int] = {}
-        for block, count in runs(blocks):
+        for block, count in repeats(blocks):
             if block.found is Found.HIT and block.tier:
                 given[block.tier] = given.get(block.tier, 0) + count
             elif block.reason:
@@ -570,13 +576,14 @@ class Promoter:
             for tier in choosy:
                 tier.lacked(lacking)
 
-    def _note_use(self, addresses: Sequence[Address]) -> None:
+    def _note_use(self, match: TieredMatch, hits: int) -> None:
         """A match has reached these blocks: recency in every tier, and a second use for tiers that wait for one."""
+        addresses = match.addresses[: match.start + hits]
         if not addresses:
             return
         now = self._clock()
-        places = self._arena.pool.places(addresses)
-        self._arena.pool.touch([slot for slot in places if slot is not None], now)
+        places = np.concatenate((self._arena.pool.find(addresses[: match.start]), match.slots[:hits]))
+        self._arena.pool.touch(places[places != NONE].tolist(), now)
         for tier in self._tiers:
             if tier.usable:
                 due = tier.touch(addresses, now)
@@ -584,6 +591,6 @@ class Promoter:
                     tier.workers.submit(Urgency.SAVE, partial(tier.refresh, due))
             tier.reached(addresses)
         if any(tier.offered_again for tier in self._tiers):
-            for address, slot in zip(addresses, places, strict=True):
-                if slot is not None:
+            for address, slot in zip(addresses, places.tolist(), strict=True):
+                if slot != NONE and self._arena.pool.entry(slot) is not None:  # else dropped since
                     self._demoter.used_again(slot, address)

@@ -249,7 +249,7 @@ class TieredStore(Store):
         """DRAM slots of the match's first hits, up to one that was dropped or did not prove since."""
         if not match.settled or match.released or self._clearing.stale(match.span.origin):
             return []
-        slots = [match.slots[index] for index in range(min(most, match.hits))]
+        slots = match.slots[: min(most, match.hits)].tolist()
         return list(takewhile(lambda slot: self._arena.pool.entry(slot) is not None, slots))
 
     def _loaded(self, name: int, slots: Sequence[Slot], outcomes: Sequence[Outcome], seconds: float) -> None:
@@ -574,7 +574,7 @@ class TieredStore(Store):
             for tier in self._tiers:
                 found += [f"{tier.name}: {wrong}" for wrong in tier.check()]
             expected = [0] * self._arena.pool.capacity
-            held: list[Iterable[Slot]] = [match.slots.values() for match in self._promoter.matches.values()]
+            held: list[Iterable[Slot]] = [match.held.tolist() for match in self._promoter.matches.values()]
             held += [outbox.slots for outbox in self._demoter.outboxes.values()]
             held += [*self._loading.values(), self._saving.values(), self._arena.quarantined]
             held.append(arrival.slot for arrival in self._promoter.arriving.values())

@@ -128,6 +128,23 @@ class PolicySuite:
                 first = asked.victims(count, frozenset(), float(step))
                 assert asked.victims(count, frozenset(), float(step)) == first
 
+    def test_a_chain_at_once_is_each_of_it_in_turn(self) -> None:
+        at_once, one_by_one = self.make(16), self.make(16)
+        rng = random.Random(5)
+        for number in range(16):
+            for policy in (at_once, one_by_one):
+                policy.insert(entry(number), EntryMeta(nbytes=4096, cost=0.001), 0.0)
+        for now in range(1, 100):
+            chain = [entry(number) for number in rng.sample(range(16), rng.randrange(16))]
+            if now % 3:
+                at_once.touch_all(chain, now)
+            else:
+                at_once.refresh_all(chain, now)
+            for one in chain:
+                (one_by_one.touch if now % 3 else one_by_one.refresh)(one, now)
+            everything = one_by_one.victims(16, frozenset(), now)
+            assert at_once.victims(16, frozenset(), now) == everything, f"another order at {now}"
+
     def test_what_is_protected_is_asked_of_the_container_only(self) -> None:
         """A pool protects by a rule, not by a set: the container may have no length and cannot be gone through."""
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from kvtier.abc.codec import Codec
-from kvtier.cli.assemble import tokenizer_of
+from kvtier.assembly.assemble import tokenizer_of
 from kvtier.codec.catalogue import codec_named, codec_names, lossy_codec
 from kvtier.config import StoreCodec
 from kvtier.engine.attention import Chunk

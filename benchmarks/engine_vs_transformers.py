@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from kvtier.cli.assemble import open_engine
+from kvtier.assembly.assemble import open_engine
 from kvtier.config import EngineSettings
 from kvtier.engine.checkpoint import Checkpoint, open_checkpoint
 from kvtier.engine.engine import Engine

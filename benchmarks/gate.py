@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import cast
 
 from kvtier.abc.medium import Medium, SlotMedium
+from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.bench.engine import Passes, compare
 from kvtier.bench.report import Row, check_json, machine, stoppable, table, write_json
 from kvtier.bench.workloads import WORKLOADS
-from kvtier.cli.assemble import Assembly, assemble
 from kvtier.config import EngineSettings, GateMode, Settings, StoreSettings, redis_url
 from kvtier.engine.request import Request, RequestStats
 from kvtier.engine.sampler import SamplingParams

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.bench.drive import Drive, Played
 from kvtier.bench.report import Row, Stopped, progress, table
 from kvtier.bench.workloads import WORKLOADS, Arrival, Draw, arrivals
-from kvtier.cli.assemble import Assembly, assemble
 from kvtier.config import Preemption, Settings
 from kvtier.engine.engine import Engine
 from kvtier.engine.scheduler import Admission

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.bench.ablation import IDEAS, Found, ablate, ideas
 from kvtier.bench.drive import Drive, Played
 from kvtier.bench.ratio import ratio_of_medians
 from kvtier.bench.report import Row, Stopped, check_json, machine, progress, stoppable, table, write_json
 from kvtier.bench.workloads import WORKLOADS, Conversation, Draw, named
-from kvtier.cli.assemble import Assembly, assemble
 from kvtier.config import Settings, resolve
 from kvtier.config import add_arguments as add_settings
 from kvtier.errors import ConfigError

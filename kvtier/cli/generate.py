@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = resolve(vars(args)).settings
 
-    from kvtier.cli.assemble import assemble
+    from kvtier.assembly.assemble import assemble
     from kvtier.engine.request import Request
     from kvtier.engine.sampler import SamplingParams
 

@@ -25,7 +25,7 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     import uvicorn
 
-    from kvtier.cli.assemble import Assembly
+    from kvtier.assembly.assemble import Assembly
     from kvtier.engine.recording import Recorder
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             "%s is not loopback: whoever reaches it can use this server without a password", settings.server.host
         )
     with closing(_bound(settings.server)) as sock, _recorder(settings) as recorder:
-        from kvtier.cli.assemble import assemble
+        from kvtier.assembly.assemble import assemble
 
         assembly = assemble(settings)
         assembly.engine.recorder = recorder
@@ -74,7 +74,7 @@ def _recorder(settings: Settings) -> Iterator[Recorder | None]:
     if settings.server.record is None:
         yield None
         return
-    from kvtier.cli import assemble  # noqa: F401 - says in a line what is missing where the engine cannot be imported
+    from kvtier.assembly import assemble  # noqa: F401 - says in a line what is missing where the engine cannot be imported
     from kvtier.engine.recording import Recorder
 
     recorder = Recorder(Path(settings.server.record), settings.engine.block_tokens)

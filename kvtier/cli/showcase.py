@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from kvtier.cli.assemble import assemble
+from kvtier.assembly.assemble import assemble
 from kvtier.cli.demo import DemoFailure, Row
 from kvtier.config import Settings
 from kvtier.engine.engine import IDLE_SECONDS

@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
-from kvtier.cli.assemble import open_engine
+from kvtier.assembly.assemble import open_engine
 from kvtier.cli.stress_worker import Plan
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import SamplingParams

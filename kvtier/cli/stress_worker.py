@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.abc.medium import KeyMedium, Medium, PersistentSlotMedium, SlotMedium
-from kvtier.cli.assemble import Assembly, assemble
+from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.config import EngineSettings, GateMode, LoadFormat, Settings, StoreSettings, TierUrl
 from kvtier.engine.engine import IDLE_SECONDS
 from kvtier.engine.request import FinishReason, Request, RequestStats

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from kvtier.assembly.assemble import assemble
 from kvtier.bench.ablation import EVERY, IDEAS, Memory, Slab, StaticBatch
 from kvtier.bench.drive import Drive, store_cpu, store_cpu_since
 from kvtier.bench.engine import Passes, compare, declined_tokens
 from kvtier.bench.ratio import Ratio, ratio_of_medians
 from kvtier.bench.report import Stopped
 from kvtier.bench.workloads import WORKLOADS, Arrival, Conversation, Draw, arrivals
-from kvtier.cli.assemble import assemble
 from kvtier.cli.main import main
 from kvtier.config import Settings, resolve
 from kvtier.engine.scheduler import Admission

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx
 import torch
 
-from kvtier.cli.assemble import Assembly, assemble
+from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.config import EngineSettings, GateMode, Settings, StoreSettings, TierUrl
 from kvtier.engine.engine import IDLE_SECONDS
 from kvtier.engine.request import Request, RequestStats

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtier.abc.store import Found, Reason
-from kvtier.cli.assemble import assemble
+from kvtier.assembly.assemble import assemble
 from kvtier.codec.frame import content_sum
 from kvtier.config import EngineSettings, KvDtype, Settings, StoreCodec, StoreSettings, TierUrl
 from kvtier.engine.model import StepBatch

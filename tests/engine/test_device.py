@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtier.cli.assemble import chosen_device
+from kvtier.assembly.assemble import chosen_device
 from kvtier.engine import attention
 from kvtier.engine.architecture import random_tensors
 from kvtier.engine.attention import Chunk

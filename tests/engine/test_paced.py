@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kvtier.abc.medium import Medium, SlotMedium
-from kvtier.cli.assemble import Assembly, assemble
+from kvtier.assembly.assemble import Assembly, assemble
+from kvtier.assembly.paced import open_paced
 from kvtier.cli.main import main
-from kvtier.cli.paced import open_paced
 from kvtier.config import EngineSettings, GateMode, Settings, StoreCodec, StoreSettings, TierUrl
 from kvtier.engine.attention import Chunk
 from kvtier.engine.engine import Engine, EngineConfig

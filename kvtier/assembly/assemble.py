@@ -17,7 +17,7 @@ except ImportError as error:
 from kvtier import policy
 from kvtier.abc.connector import KVConnector
 from kvtier.abc.medium import Medium
-from kvtier.cli.paced import is_paced, open_paced
+from kvtier.assembly.paced import is_paced, open_paced
 from kvtier.codec.catalogue import keeping
 from kvtier.config import HBM_BLOCKS, EngineSettings, Settings, StoreCodec
 from kvtier.engine.checkpoint import Checkpoint, effective_kv_dtype, open_checkpoint

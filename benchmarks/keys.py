@@ -3,7 +3,8 @@
     python benchmarks/keys.py [--json FILE] [--seed N] [--rounds N]
 
 100,000 random tokens in blocks of 16. The limit of the keys is a bare ``hashlib.blake2b`` loop over the same bytes; that of
-the match is one dictionary look-up per block. Medians of rounds in which ours and the limit take turns.
+the match is one dictionary look-up per block. Medians of rounds in which ours and the limit take turns, of the CPU time of the
+one thread that does it all, which others on the machine disturb less, and of the wall's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from kvtier.transfer.workers import Workers
 
 TOKENS = 100_000
 BLOCK_TOKENS = 16
-MOST_MS = {"keys": 15.0, "match": 10.0}
+MOST_MS = {"keys": 5.0, "match": 2.0}
+"""Of CPU time."""
 MOST_RATIO = {"keys": 3.0, "match": math.inf}
 LAYOUT = Layout((CacheGroup(GroupKind.MQA, 1, 1, 8, "bf16"),), BLOCK_TOKENS)
 """A small block: neither keys nor match look at its bytes."""
@@ -74,20 +76,22 @@ def resident_store(
     return store, span, dict(zip(addresses, slots, strict=True))
 
 
-def timed(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(act: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of this thread's CPU time, and of the wall's."""
+    start, cpu = time.perf_counter(), time.thread_time()
     act()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.thread_time() - cpu), 1e3 * (time.perf_counter() - start)
 
 
 class Row(TypedDict):
-    """One line of the result; times in milliseconds."""
+    """One line of the result; times in milliseconds, of CPU time but for ``wall_ms``."""
 
     op: str
     blocks: int
     ms: float
     limit_ms: float
     ratio: float
+    wall_ms: float
 
 
 def measure(seed: int, rounds: int) -> list[Row]:
@@ -112,9 +116,17 @@ def measure(seed: int, rounds: int) -> list[Row]:
     }
     rows: list[Row] = []
     for name, (ours, limit) in ways.items():
-        times = [(timed(ours), timed(limit)) for _ in range(rounds)]
-        ours_ms, limit_ms = (statistics.median(each) for each in zip(*times, strict=True))
-        rows.append({"op": name, "blocks": len(keys), "ms": ours_ms, "limit_ms": limit_ms, "ratio": ours_ms / limit_ms})
+        times = [(*timed(ours), timed(limit)[0]) for _ in range(rounds)]
+        ms, wall_ms, limit_ms = (statistics.median(each) for each in zip(*times, strict=True))
+        row: Row = {
+            "op": name,
+            "blocks": len(keys),
+            "ms": ms,
+            "limit_ms": limit_ms,
+            "ratio": ms / limit_ms,
+            "wall_ms": wall_ms,
+        }
+        rows.append(row)
     store.close()
     return rows
 
@@ -130,7 +142,10 @@ def main() -> int:
     )
     rows = measure(args.seed, args.rounds)
     for row in rows:
-        print(f"{row['op']:6} {row['ms']:6.2f} ms   limit {row['limit_ms']:6.2f} ms   ratio {row['ratio']:.2f}")
+        print(
+            f"{row['op']:6} {row['ms']:6.2f} ms of CPU   limit {row['limit_ms']:6.2f} ms   ratio {row['ratio']:.2f}   "
+            f"wall {row['wall_ms']:6.2f} ms"
+        )
     if args.json:
         args.json.write_text(json.dumps({"seed": args.seed, "rows": rows}, indent=2) + "\n")
     missed = [row["op"] for row in rows if row["ms"] > MOST_MS[row["op"]] or row["ratio"] > MOST_RATIO[row["op"]]]

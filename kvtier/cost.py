@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtier.metrics import GateMetrics
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DRAM = "dram"
 """Name of the tier through which every load goes."""
 KEPT = 5
 """Measurements that are remembered per size."""
-OUTLIER = 4.0
+OUTLIER = 2.0
 """A measurement counts as at most so many times the median of its size: one bad moment is no trend, three of five are."""
 AGE = 64.0
 """After so many measurements of other sizes, what was measured of one counts half."""
@@ -27,11 +32,14 @@ BLIND = 16
 SHARE = 0.01
 """Share of what a tier that lost could serve on which it is tried all the same."""
 FIRM = 3
-"""Measurements of a tier from which on it is tried on no more than its share: a first bad one is looked at again at once."""
+"""Measurements of a tier from which on it is tried on no more than its share: a first bad one is looked at again at once.
+Of one size, those that outweigh what the line through all sizes says."""
 LEAST_PATIENCE = 0.25
 """Seconds that a request waits for blocks in any case: a thread that is late is no slow tier."""
 SMALLEST = 1e-12
 """Seconds, and seconds per byte or token, that are never undercut: what is measured as 0 is not free."""
+LONGEST = 1e6
+"""Seconds. What is said to have taken longer is no measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,9 @@ class Fit:
     Measurements are kept by size, a few of each, so that many long loads do not make it forget what a short one costs. The
     line is fitted to the sizes' means by least squares of relative errors, neither part of it negative; sizes that were not
     measured for long weigh less. One size alone fits many lines, and the benefit of the doubt goes to the cheapest of them.
+
+    Relative errors make the fastest sizes count most, so that what became slow would hide for long behind sizes that were
+    measured before. A size's own measurements therefore correct the line there, the more of them the further.
     """
 
     def __init__(self) -> None:
@@ -85,8 +96,8 @@ class Fit:
         return max((amount for size in self._sizes.values() for amount, _ in size.kept), default=0.0)
 
     def observe(self, amount: float, seconds: float) -> None:
-        """``amount`` (bytes or tokens, above 0) took ``seconds``; what is no finite time is passed over."""
-        if not math.isfinite(seconds):
+        """``amount`` (bytes or tokens, above 0) took ``seconds``; what is no time, or a negative one, is passed over."""
+        if not 0.0 <= seconds <= LONGEST:
             return
         self.count += 1
         size = self._sizes.setdefault(int(amount).bit_length(), _Size())
@@ -100,7 +111,14 @@ class Fit:
         if len(self._sizes) == 1:
             (size,) = self._sizes.values()
             return size.seconds * min(1.0, amount / size.amount)
-        return self.line.seconds(amount)
+        return self.line.seconds(amount) * self.correction(amount)
+
+    def correction(self, amount: float) -> float:
+        """How many times as long as the line says something of the size of ``amount`` takes, by its own measurements."""
+        size = self._sizes.get(int(amount).bit_length())
+        if size is None:
+            return 1.0
+        return float((size.seconds / self.line.seconds(size.amount)) ** min(1.0, len(size.kept) / FIRM))
 
     def _fitted(self) -> Line:
         s0 = s1 = s2 = t0 = t1 = 0.0
@@ -182,6 +200,48 @@ class OpenGate(Gate):
     def seconds(self, tier: str, nbytes: int) -> float:
         del tier, nbytes
         return 0.0
+
+
+class Guarded(Gate):
+    """Another gate, whose faults stay here: what it raises is logged once per verb, and admits."""
+
+    def __init__(self, inner: Gate) -> None:
+        self.inner = inner
+        self._faulty: set[str] = set()
+
+    def keeps(self, runs: Sequence[Run]) -> int:
+        return self._answer("keeps", lambda: self.inner.keeps(runs), len(runs))
+
+    def decided(self, runs: Sequence[Run], kept: int, idle: Collection[str]) -> list[int]:
+        nothing: list[int] = []
+        return self._answer("decided", lambda: self.inner.decided(runs, kept, idle), nothing)
+
+    def patience(self, runs: Sequence[Run]) -> float | None:
+        return self._answer("patience", lambda: self.inner.patience(runs), None)
+
+    def seconds(self, tier: str, nbytes: int) -> float:
+        return self._answer("seconds", lambda: self.inner.seconds(tier, nbytes), 0.0)
+
+    def demotes(self, tokens: int, nbytes: int, unsaved: int) -> bool:
+        return self._answer("demotes", lambda: self.inner.demotes(tokens, nbytes, unsaved), True)  # noqa: FBT003 - as an open gate
+
+    def observe_load(self, tier: str, nbytes: int, seconds: float, queued: int = 0) -> None:
+        self._answer("observe_load", lambda: self.inner.observe_load(tier, nbytes, seconds, queued), None)
+
+    def observe_save(self, nbytes: int, seconds: float) -> None:
+        self._answer("observe_save", lambda: self.inner.observe_save(nbytes, seconds), None)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        self._answer("observe_prefill", lambda: self.inner.observe_prefill(tokens, seconds), None)
+
+    def _answer(self, verb: str, ask: Callable[[], T], otherwise: T) -> T:
+        try:
+            return ask()
+        except Exception as failed:  # noqa: BLE001 - a wrong estimate is no reason to lose a save, a load or a request
+            if verb not in self._faulty:
+                self._faulty.add(verb)
+                _log.error("the gate failed to answer %s; going on without", verb, exc_info=failed)
+            return otherwise
 
 
 class _Tier:
@@ -277,8 +337,9 @@ class FittedGate(Gate):
         if tokens <= 0:
             return
         self._prefill.observe(tokens, seconds)
-        if self._metrics is not None:
-            self._metrics.prefill(self._prefill.line.each + self._prefill.line.fixed / self._prefill.largest)
+        if self._metrics is not None and self._prefill.count:
+            largest = self._prefill.largest
+            self._metrics.prefill(self._prefill.seconds(largest) / largest)
 
     def prefill_seconds(self, tokens: int) -> float:
         """What computing ``tokens`` more takes; 0 where no step was timed.
@@ -287,7 +348,10 @@ class FittedGate(Gate):
         whole one, as long as the longest that were timed.
         """
         line, largest = self._prefill.line, self._prefill.largest
-        return tokens * line.each + tokens // largest * line.fixed if largest else 0.0
+        if not largest:
+            return 0.0
+        each, steps = line.each * tokens, line.fixed * (tokens // largest)
+        return (each + steps) * self._prefill.correction(min(tokens, largest))
 
     def _state(self, tier: str) -> _Tier:
         return self._tiers.setdefault(tier, _Tier())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvtier.cost import DRAM, KEPT, SHARE, Fit, FittedGate, Line, OpenGate, Run
+from kvtier.cost import DRAM, FIRM, KEPT, SHARE, Fit, FittedGate, Gate, Guarded, Line, OpenGate, Run
 from kvtier.metrics import Metrics
 
 KB = 1000
@@ -35,12 +35,25 @@ FREE = Line(0.0, 1e-12)
 # -- the fit
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf")])
+NO_TIMES = [float("nan"), float("inf"), float("-inf"), -1e-9, 1e300]
+
+
+@pytest.mark.parametrize("seconds", NO_TIMES)
 def test_what_is_no_time_changes_nothing(seconds: float) -> None:
     fit = Fit()
     fit.observe(1000, 0.5)
     fit.observe(1000, seconds)
     assert (fit.count, fit.seconds(1000)) == (1, 0.5)
+
+
+@pytest.mark.parametrize("seconds", NO_TIMES)
+def test_a_gate_that_was_told_nothing_but_nonsense_admits(seconds: float) -> None:
+    gate = FittedGate(Metrics().gate)
+    gate.observe_prefill(16, seconds)
+    gate.observe_load("nvme", 16 * KB, seconds)
+    gate.observe_save(16 * KB, seconds)
+    assert gate.keeps([run("nvme", 16)]) == 1
+    assert gate.demotes(16, 16 * KB, 16 * KB)
 
 
 @pytest.mark.parametrize("line", [Line(0.02, 3e-9), Line(0.0, 1e-6), Line(0.5, 1e-12)])
@@ -241,6 +254,85 @@ def test_a_tier_that_has_become_fast_is_found_out_by_its_tries() -> None:
             gate.observe_load("nvme", 64 * KB, 0.0001)
         assert rounds < 1000
     assert rounds <= KEPT / SHARE
+
+
+def loads_until(gate: FittedGate, tokens: int, line: Line, kept: int) -> tuple[int, int]:
+    """(requests, loads) until runs of ``tokens`` of a tier that now takes ``line`` are admitted (1) or declined (0)."""
+    runs, loads = [run("nvme", tokens)], 0
+    for number in range(2000):
+        now = gate.keeps(runs)
+        if now == kept:
+            return number, loads
+        if now or gate.decided(runs, now, {"nvme"}):
+            gate.observe_load("nvme", tokens * KB, line.seconds(tokens * KB))
+            loads += 1
+    raise AssertionError("it never noticed")
+
+
+@pytest.mark.parametrize("factor", [10, 100, 1000])
+@pytest.mark.parametrize("tokens", [16, 128, 512])
+def test_a_fall_to_a_hundredth_is_noticed_whatever_was_measured_before_and_so_is_the_recovery(
+    factor: int, tokens: int
+) -> None:
+    """Other sizes were measured while the tier was fast, and not since."""
+    fast, slow = (Line(0.0, PREFILL.each / each / KB) for each in (factor, min(0.5, factor / 100)))
+    gate = knowing({"nvme": fast, DRAM: FREE}, PREFILL)
+    requests, _ = loads_until(gate, tokens, slow, 0)
+    assert requests <= FIRM
+    requests, loads = loads_until(gate, tokens, fast, 1)
+    assert requests <= KEPT / SHARE and loads <= KEPT
+    assert loads <= SHARE * requests + 1
+
+
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_an_engine_that_computes_at_another_speed_is_noticed_as_soon(times: float) -> None:
+    gate = knowing({}, PREFILL)
+    for _ in range(KEPT):
+        gate.observe_prefill(512, times * PREFILL.seconds(512))
+    assert gate.prefill_seconds(512) == pytest.approx(times * PREFILL.seconds(512), rel=0.1)
+
+
+def test_two_bad_moments_of_five_do_not_lose_a_tier_that_is_twice_as_fast() -> None:
+    gate = knowing({"nvme": Line(0.0, 0.5 * PREFILL.each / KB), DRAM: FREE}, PREFILL)
+    for _ in range(2):
+        gate.observe_load("nvme", 256 * KB, 100.0)
+    assert gate.keeps([run("nvme", 256)]) == 1
+
+
+# -- a gate that fails
+
+
+class Failing(Gate):
+    """Raises whatever it is asked."""
+
+    def keeps(self, runs: Sequence[Run]) -> int:
+        raise ZeroDivisionError
+
+    def seconds(self, tier: str, nbytes: int) -> float:
+        raise ZeroDivisionError
+
+    decided = patience = demotes = observe_load = observe_save = observe_prefill = keeps  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda gate: gate.keeps([run(DRAM, 1)] * 3), 3),
+        (lambda gate: gate.decided([run(DRAM, 1)], 1, ()), []),
+        (lambda gate: gate.patience([run(DRAM, 1)]), None),
+        (lambda gate: gate.seconds(DRAM, 1), 0.0),
+        (lambda gate: gate.demotes(1, 1, 1), True),
+        (lambda gate: gate.observe_load(DRAM, 1, 1.0), None),
+        (lambda gate: gate.observe_save(1, 1.0), None),
+        (lambda gate: gate.observe_prefill(1, 1.0), None),
+    ],
+)
+def test_what_a_gate_raises_admits_and_is_logged_once(
+    ask: Callable[[Gate], object], answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Guarded(Failing())
+    assert [ask(gate) for _ in range(3)] == [answer] * 3
+    assert len(caplog.records) == 1 and "the gate failed" in caplog.records[0].getMessage()
 
 
 # -- preemption

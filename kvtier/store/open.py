@@ -12,7 +12,7 @@ from kvtier.abc.medium import KeyMedium, Medium, MediumContext, PersistentSlotMe
 from kvtier.codec.catalogue import codec_named, keeping, lossy_codec
 from kvtier.codec.seal import Sealer
 from kvtier.config import GateMode, StoreSettings, WriteMode
-from kvtier.cost import DRAM, FittedGate, Gate, OpenGate
+from kvtier.cost import DRAM, FittedGate, Gate, Guarded, OpenGate
 from kvtier.errors import ConfigError, MediumUnavailable
 from kvtier.key import Identity, Shard
 from kvtier.metrics import Metrics
@@ -92,7 +92,7 @@ def open_store(
             metrics.tier(DRAM),
             lower,
             workers[-1],
-            gate or (FittedGate(metrics.gate) if settings.gate is GateMode.ON else OpenGate()),
+            Guarded(gate or (FittedGate(metrics.gate) if settings.gate is GateMode.ON else OpenGate())),
             lock,
             identity=identity,
             verify=plans[0].options.verify,

@@ -8,14 +8,15 @@ import pytest
 
 from kvtier.abc.store import Reason, SlotRange
 from kvtier.config import GateMode, StoreSettings, TierUrl
-from kvtier.cost import FittedGate, Gate, OpenGate
+from kvtier.cost import FittedGate, Gate, Guarded, OpenGate
 from kvtier.key import Span
 from kvtier.metrics import Metrics
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.store.open import open_store
+from kvtier.testing.blocks import filled
 from kvtier.testing.faults import Throttled, wrapped
 
-from .builders import GEOMETRY, IDENTITY, Bench, chain, make_bench
+from .builders import GEOMETRY, IDENTITY, Bench, EngineMemory, chain, make_bench
 
 TOKEN = 0.001
 """Seconds in which the engine of these tests computes a token, however many there are."""
@@ -266,7 +267,7 @@ def test_a_try_that_hangs_is_the_only_one() -> None:
 @pytest.mark.parametrize(("mode", "kind"), [(GateMode.ON, FittedGate), (GateMode.OFF, OpenGate)])
 def test_the_setting_decides_which_gate_a_store_has(mode: GateMode, kind: type[Gate]) -> None:
     store = open_store([TierUrl.parse("dram://?capacity=1MiB")], IDENTITY, StoreSettings(gate=mode), Metrics())
-    assert type(store._gate) is kind
+    assert isinstance(store._gate, Guarded) and type(store._gate.inner) is kind
     store.close()
     assert StoreSettings().gate is GateMode.ON
 
@@ -284,3 +285,24 @@ def test_a_load_is_answered_whatever_the_gate_makes_of_it() -> None:
         bench.turn()
     assert all(outcome.done for outcome in transfer.result(0))
     bench.idle()
+
+
+def test_a_store_whose_gate_fails_keeps_and_gives_blocks_all_the_same() -> None:
+    class Failing(OpenGate):
+        def keeps(self, *_: object) -> int:
+            raise ZeroDivisionError
+
+        decided = patience = seconds = observe_load = observe_save = observe_prefill = keeps  # type: ignore[assignment]
+
+    url = TierUrl.parse("dram://?capacity=1MiB&prefault=false")
+    store = open_store([url], IDENTITY, StoreSettings(), Metrics(), gate=Failing())
+    keys, memory = chain(1, 2), EngineMemory(8)
+    try:
+        assert all(outcome.done for outcome in store.save(keys, filled(memory, keys)).result(10))
+        store.observe_prefill(16, 1.0)
+        match = store.match("r", keys)
+        assert match.hits == 2
+        assert all(outcome.done for outcome in store.load(match, SlotRange(memory, range(2))).result(10))
+        assert store.drain(10.0) and store.check_integrity() == []
+    finally:
+        store.close()

@@ -11,6 +11,7 @@ import enum
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -163,6 +164,10 @@ class TierMetrics(_Recorder):
         _checked(blocks)
         self._metrics.pinned_blocks.labels(self.tier).set(blocks)
 
+    def chose(self, *, current: str, switches: int, references: int, hits: Mapping[str, float]) -> None:
+        """As `PolicyMetrics.chose`."""
+        self._metrics.policy.chose(self.tier, current=current, switches=switches, references=references, hits=hits)
+
     @_never_raises
     def set_degraded(self, degraded: bool) -> None:
         """Whether the tier is out of use for now."""
@@ -203,6 +208,32 @@ class GateMetrics(_Recorder):
         """What computing a token takes now."""
         _checked(seconds)
         self._metrics.gate_prefill_seconds.set(seconds)
+
+
+class PolicyMetrics(_Recorder):
+    """What policies say that choose among others. Safe from any thread."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(metrics.faults)
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._told: dict[Counter, float] = {}
+
+    @_never_raises
+    def chose(self, tier: str, *, current: str, switches: int, references: int, hits: Mapping[str, float]) -> None:
+        """Which of the policies named in ``hits`` decides now in ``tier``; the numbers are all there were so far."""
+        _checked(switches, references, *hits.values())
+        so_far: dict[Counter, float] = {
+            self._metrics.policy_switches.labels(tier): switches,
+            self._metrics.policy_references.labels(tier): references,
+            **{self._metrics.policy_shadow_hits.labels(tier, name): hit for name, hit in hits.items()},
+        }
+        with self._lock:
+            for counter, amount in so_far.items():
+                counter.inc(max(0.0, amount - self._told.get(counter, 0.0)))
+                self._told[counter] = amount
+        for name in hits:
+            self._metrics.policy_current.labels(tier, name).set(int(name == current))
 
 
 class EngineMetrics(_Recorder):
@@ -320,6 +351,20 @@ class Metrics:
         self.gate_bandwidth = self._gauge("kvtier_gate_bandwidth_bytes", "Fitted: bytes per second of a load", "tier")
         self.gate_prefill_seconds = self._gauge("kvtier_gate_prefill_token_seconds", "Fitted: time to compute a token")
 
+        self.policy_current = self._gauge(
+            "kvtier_policy_current",
+            "1 for the policy that decides, 0 for the others that adaptive has",
+            "tier",
+            "policy",
+        )
+        self.policy_switches = self._counter("kvtier_policy_switches", "Times that another policy took over", "tier")
+        self.policy_references = self._counter(
+            "kvtier_policy_references", "Blocks asked for, as shadow hits are counted", "tier"
+        )
+        self.policy_shadow_hits = self._counter(
+            "kvtier_policy_shadow_hits", "Blocks that each policy would have hit alone", "tier", "policy"
+        )
+
         self.requests = self._counter("kvtier_requests", "Requests that ended, by outcome", "outcome")
         self.requests_running = self._gauge("kvtier_requests_running", "Requests that run now")
         self.requests_waiting = self._gauge("kvtier_requests_waiting", "Requests that wait now")
@@ -339,6 +384,7 @@ class Metrics:
         )
         self.engine = EngineMetrics(self)
         self.gate = GateMetrics(self)
+        self.policy = PolicyMetrics(self)
         self._tiers: dict[str, TierMetrics] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

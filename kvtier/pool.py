@@ -20,7 +20,7 @@ from typing import NewType, TypeAlias
 
 import numpy as np
 
-from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.abc.policy import Choice, EntryMeta, EvictionPolicy
 from kvtier.key import Address
 
 Slot = NewType("Slot", int)
@@ -110,6 +110,10 @@ class BlockPool:
     def counts(self) -> dict[str, int]:
         """Slots by state; together they are the capacity."""
         return {"free": self.free, "writing": self.writing, "ready": self.ready, "retiring": self.retiring}
+
+    def choice(self) -> Choice | None:
+        """Who decides what goes, where the policy chooses among several."""
+        return self._policy.choice()
 
     def lookup(self, entries: Sequence[Address]) -> list[Slot]:
         """Slots of the longest resident prefix of ``entries``; takes no reference."""

@@ -144,3 +144,19 @@ def test_two_stores_in_a_process_do_not_mix() -> None:
     one.tier("dram").settled(1, {})
     assert one.tier("dram") is one.tier("dram")
     assert other.value("kvtier_tier_hits_total", tier="dram") == 0
+
+
+def test_who_decides_is_shown_by_tier_and_totals_only_grow() -> None:
+    metrics = Metrics()
+    hits = {"lru": 3.0, "arc": 5.5}
+    metrics.tier("nvme").chose(current="arc", switches=1, references=10, hits=hits)
+    metrics.tier("nvme").chose(current="lru", switches=2, references=14, hits={**hits, "lru": 4.0})
+    metrics.policy.chose("hbm", current="lru", switches=0, references=0, hits=hits)
+    assert metrics.value("kvtier_policy_current", tier="nvme", policy="lru") == 1
+    assert metrics.value("kvtier_policy_current", tier="nvme", policy="arc") == 0
+    assert metrics.value("kvtier_policy_switches_total", tier="nvme") == 2
+    assert metrics.value("kvtier_policy_references_total", tier="nvme") == 14
+    assert metrics.value("kvtier_policy_shadow_hits_total", tier="nvme", policy="lru") == 4
+    assert metrics.value("kvtier_policy_shadow_hits_total", tier="nvme", policy="arc") == 5.5
+    assert b'kvtier_tier_lookups_total{tier="hbm"}' not in metrics.render(), "no tier of the store's"
+    assert metrics.value("kvtier_metric_faults_total") == 0

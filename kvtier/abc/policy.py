@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.key import Address
@@ -25,6 +25,19 @@ class EntryMeta(NamedTuple):
     def shifted(self, seconds: float) -> EntryMeta:
         """The same on a clock that is ``seconds`` ahead."""
         return self if self.expires_at is None else self._replace(expires_at=self.expires_at + seconds)
+
+
+class Choice(NamedTuple):
+    """What a policy that goes by one of several others says of itself, since it was made."""
+
+    current: str
+    """Name of the one that decides now."""
+    switches: int
+    """How often another has taken over."""
+    references: int
+    """Blocks asked for."""
+    hits: Mapping[str, float]
+    """Per name the blocks of them that it would have hit had it decided alone, as far as a sample can tell."""
 
 
 class EvictionPolicy(ABC):
@@ -68,3 +81,7 @@ class EvictionPolicy(ABC):
         search would move (a hand, a queue's order) is moved when a victim that it led to goes, and only where no other
         call but ``remove`` has come in between.
         """
+
+    def choice(self) -> Choice | None:
+        """Who decides, of those that this policy chooses among; None where it is one policy."""
+        return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
-from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.abc.policy import Choice, EntryMeta, EvictionPolicy
 from kvtier.key import Address
 from kvtier.policy.arc import ArcPolicy
 from kvtier.policy.lru import LruPolicy
@@ -51,6 +51,8 @@ class AdaptivePolicy(EvictionPolicy):
         """What the run lacks next."""
         self._weight = 0.0
         """References, each counting for less the longer ago it was."""
+        self._references = 0
+        """References that the shadows have been told of since the beginning."""
         self._current = 0
         self.switches = 0
         """How often another policy has taken over."""
@@ -60,6 +62,10 @@ class AdaptivePolicy(EvictionPolicy):
         """Name of the policy that decides now."""
         return self._names[self._current]
 
+    def choice(self) -> Choice:
+        hits = {name: shadow.hits for name, shadow in zip(self._names, self._shadows, strict=True)}
+        return Choice(self.current, self.switches, self._references, hits)
+
     def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
         for policy in self._live:
             policy.insert(entry, meta, now)
@@ -67,15 +73,22 @@ class AdaptivePolicy(EvictionPolicy):
         self._reference(entry, meta.parent, now)
 
     def touch(self, entry: Address, now: float) -> None:
+        self.touch_all((entry,), now)
+
+    def touch_all(self, entries: Sequence[Address], now: float) -> None:
         for policy in self._live:
-            policy.touch(entry, now)
-        self._reference(entry, self._parent[entry], now)
+            policy.touch_all(entries, now)
+        for entry in entries:
+            self._reference(entry, self._parent[entry], now)
 
     def refresh(self, entry: Address, now: float) -> None:
+        self.refresh_all((entry,), now)
+
+    def refresh_all(self, entries: Sequence[Address], now: float) -> None:
         for policy in self._live:
-            policy.refresh(entry, now)
+            policy.refresh_all(entries, now)
         for shadow in self._shadows:
-            shadow.refresh(entry, now)
+            shadow.refresh_all(entries, now)
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         for policy in self._live:
@@ -106,14 +119,15 @@ class AdaptivePolicy(EvictionPolicy):
         self._run, self._above = [], None
         keep = 0.5 ** (len(run) / (MEMORY * self._capacity))
         self._weight = self._weight * keep + len(run)
+        self._references += len(run)
         trunk, part, room = 0, run, self._capacity
         if self._branches is not None:
             trunk, part, room = self._sample(self._branches, run, above)
         for shadow in self._shadows:
-            shadow.score *= keep
+            shadow.fade(keep)
             if part:
                 hits = shadow.serve(part, above, room, now)
-                shadow.score += min(hits, trunk) + max(0, hits - trunk) / self._share
+                shadow.hit(min(hits, trunk) + max(0, hits - trunk) / self._share)
         self._decide()
 
     def _sample(self, branches: Branches, run: list[Address], above: Address | None) -> tuple[int, list[Address], int]:

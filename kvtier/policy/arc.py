@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.key import Address
@@ -43,17 +43,24 @@ class ArcPolicy(EvictionPolicy):
 
     def _bound_ghosts(self) -> None:
         once, again = self._once_ghosts, self._again_ghosts
-        while once and len(self._once) + len(once) > self._capacity:
+        resident = len(self._once)
+        while once and resident + len(once) > self._capacity:
             once.popitem(last=False)
-        while again and len(self._once) + len(self._again) + len(once) + len(again) > 2 * self._capacity:
+        resident += len(self._again)
+        while again and resident + len(once) + len(again) > 2 * self._capacity:
             again.popitem(last=False)
 
     def touch(self, entry: Address, now: float) -> None:
-        if entry in self._again:
-            self._again.move_to_end(entry)
-        else:
-            del self._once[entry]
-            self._again[entry] = None
+        self.touch_all((entry,), now)
+
+    def touch_all(self, entries: Sequence[Address], now: float) -> None:
+        once, again = self._once, self._again
+        for entry in entries:
+            if entry in again:
+                again.move_to_end(entry)
+            else:
+                del once[entry]
+                again[entry] = None
 
     def refresh(self, entry: Address, now: float) -> None:
         (self._again if entry in self._again else self._once).move_to_end(entry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from kvtier.abc.policy import EntryMeta
 from kvtier.key import Address
@@ -41,11 +41,16 @@ class S3FifoPolicy(PlannedPolicy):
             self._small[entry] = 0
 
     def touch(self, entry: Address, now: float) -> None:
+        self.touch_all((entry,), now)
+
+    def touch_all(self, entries: Sequence[Address], now: float) -> None:
         self._forget_plan()
-        queue = self._small if entry in self._small else self._main
-        uses = queue[entry]
-        if uses < MOST_USES:
-            queue[entry] = uses + 1
+        small, main = self._small, self._main
+        for entry in entries:
+            queue = small if entry in small else main
+            uses = queue[entry]
+            if uses < MOST_USES:
+                queue[entry] = uses + 1
 
     def _move(self, entry: Address) -> None:
         uses = self._small.pop(entry, None)

@@ -100,6 +100,16 @@ class Shadow:
         self._held: set[Address] = set()
         self.score = 0.0
         """Blocks hit, each counting for less the longer ago it was."""
+        self.hits = 0.0
+        """Blocks hit since the beginning."""
+
+    def fade(self, keep: float) -> None:
+        """What was hit so far counts for less."""
+        self.score *= keep
+
+    def hit(self, blocks: float) -> None:
+        self.score += blocks
+        self.hits += blocks
 
     def __len__(self) -> int:
         return len(self._held)
@@ -124,8 +134,7 @@ class Shadow:
                 policy.touch(entry, now)
             else:
                 policy.insert(entry, _BARE, now)
-        for entry in chain[len(chain) - hits :]:
-            policy.touch(entry, now)
+        policy.touch_all(chain[len(chain) - hits :], now)
         held.update(chain)
         if len(held) > room:
             for entry in policy.victims(len(held) - room, frozenset(), now) or ():
@@ -133,9 +142,9 @@ class Shadow:
                 held.remove(entry)
         return hits
 
-    def refresh(self, entry: Address, now: float) -> None:
-        if entry in self._held:
-            self._policy.refresh(entry, now)
+    def refresh_all(self, entries: Sequence[Address], now: float) -> None:
+        held = self._held
+        self._policy.refresh_all([entry for entry in entries if entry in held], now)
 
     def drop(self, entry: Address) -> None:
         """Hold ``entry`` no longer, and keep no ghost of it."""

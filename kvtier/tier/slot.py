@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.medium import Outcome, PersistentSlotMedium, Record, Status
-from kvtier.abc.policy import EntryMeta, EvictionPolicy
+from kvtier.abc.policy import Choice, EntryMeta, EvictionPolicy
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import TierOptions
@@ -118,6 +118,9 @@ class SlotTier(LowerTier):
     def pin(self, addresses: Sequence[Address], until: float, now: float) -> None:
         slots = [slot for slot in self.pool.places(addresses) if slot is not None]
         self.metrics.pins_refused(self._pins.pin(slots, until, now))
+
+    def choice(self) -> Choice | None:
+        return self.pool.choice()
 
     def pinned(self, now: float) -> int:
         self._pins.expire(now)

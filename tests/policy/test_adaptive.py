@@ -15,6 +15,7 @@ from kvtier.policy import adaptive
 from kvtier.policy.adaptive import AdaptivePolicy
 from kvtier.policy.lru import LruPolicy
 from kvtier.policy.shadow import KEPT, LEAST_SHARED, LONGEST, RECENT, Branches, Shadow
+from kvtier.pool import BlockPool
 from kvtier.sim.replay import ReplayedTier
 from kvtier.testing.policies import PolicySuite, entry, reachable
 
@@ -148,6 +149,17 @@ def test_whoever_decides_names_the_victims() -> None:
     assert one.victims(1, frozenset(), 0.0) == numbered(1)
     one._current = 1
     assert one.victims(1, frozenset(), 0.0) == numbered(2)
+
+
+def test_it_says_who_decides_and_what_each_would_have_hit() -> None:
+    one, resident = AdaptivePolicy(100), set[Address]()
+    serve(one, resident, numbered(1, 2, 3))
+    serve(one, resident, numbered(1, 2, 3, 4))
+    choice = one.choice()
+    assert (choice.current, choice.switches, choice.references) == ("lru", 0, 7)
+    assert choice.hits == {"lru": 3, "arc": 3, "s3fifo": 3}
+    assert BlockPool(4, policy.make("adaptive", 4)).choice() is not None
+    assert BlockPool(4, policy.make("lru", 4)).choice() is None
 
 
 # -- what the shadows see -------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Outbox:
         """Queue a block; declined at once where the queue is full, the tier out of use or not in want of it. Under the lock."""
         if self.full or not self.tier.usable:
             self._arena.clean([slot], self.bit, taken=False)
-            self.tier.metrics.save_dropped(Reason.TIER_DEGRADED if not self.tier.usable else Reason.SAVE_DROPPED)
+            self.tier.metrics.save_dropped(Reason.TIER_DEGRADED if not self.tier.usable else Reason.QUEUE_FULL)
             return
         address = self._arena.pool.entry(slot)
         assert address is not None, "what is offered is resident"
@@ -77,7 +77,7 @@ class Outbox:
                 self.writing = []
                 self._waiting.clear()
                 self._end(declined, [False] * len(declined))
-                self.tier.metrics.save_dropped(Reason.SAVE_DROPPED, len(declined))
+                self.tier.metrics.save_dropped(Reason.QUEUE_FULL, len(declined))
 
     def _write(self) -> None:
         """On a transfer thread, without the lock."""

@@ -294,16 +294,16 @@ class TieredStore(Store):
                 end(*self._copied(SlotRange(source.medium, [source.slots[i] for i in taken]), slots, after))
                 future.set_result(outcomes)
 
-        def unsaved(why: str) -> None:
+        def unsaved(reason: Reason) -> None:
             if begun():
-                self._dram.save_dropped(Reason.SAVE_DROPPED, len(taken))
-                end(_failed(len(taken), why), [])
+                self._dram.save_dropped(reason, len(taken))
+                end(_failed(len(taken), reason.value), [])
                 future.set_result(outcomes)
 
         if not taken:
             future.set_result(outcomes)
-        elif not self._workers.submit(Urgency.SAVE, save, partial(unsaved, CLOSED)):
-            unsaved(CLOSED if self._closed.is_set() else "the queue of saves is full")
+        elif not self._workers.submit(Urgency.SAVE, save, partial(unsaved, Reason.CLOSING)):
+            unsaved(Reason.CLOSING if self._closed.is_set() else Reason.QUEUE_FULL)
         return future
 
     def _places_to_save(
@@ -335,22 +335,24 @@ class TieredStore(Store):
         self, source: SlotRange, slots: Sequence[Slot], after: Fence | None
     ) -> tuple[list[Outcome], list[bytes]]:
         """Copy blocks into DRAM slots: per block its outcome and its content sum."""
-        start = time.perf_counter()
+        start, copying = time.perf_counter(), self._clock()
         try:
             if after is not None:
                 after.wait()
-            copying = self._clock()
+                copying = self._clock()
             saved, sums = save_blocks(
                 self._seen(source.medium), source.slots, self._arena.medium, slots, workers=self._copier
             )
         except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
-            return _failed(len(slots), _said("save", failed)), []
+            saved, sums = _failed(len(slots), _said("save", failed)), []
         done = sum(outcome.done for outcome in saved)
         if done:
             nbytes = done * self.geometry.block_bytes
             self._dram.written(done, nbytes, time.perf_counter() - start)
             with self._lock:
                 self._gate.observe_save(nbytes, self._clock() - copying)
+        if done < len(saved):
+            self._dram.save_dropped(Reason.WRITE_FAILED, len(saved) - done)
         return saved, sums
 
     def _headers(

@@ -231,7 +231,8 @@ class LowerTier(ABC):
             self.metrics.written(done, nbytes, time.perf_counter() - start)
             self._introduce()
         if done < len(outcomes):
-            self.metrics.save_dropped(Reason.SAVE_DROPPED, len(outcomes) - done)
+            why = Reason.WRITE_FAILED if self.usable else Reason.TIER_DEGRADED
+            self.metrics.save_dropped(why, len(outcomes) - done)
             if self.usable:
                 first = next(outcome for outcome in outcomes if not outcome.done)
                 self._complain(

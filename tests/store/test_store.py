@@ -427,7 +427,7 @@ def test_a_tier_that_goes_on_failing_does_not_fill_the_log(caplog: pytest.LogCap
     for number in range(10):
         bench.save(chain(number, 2))
     assert caplog.messages == ["shared: write failed: no space left"]
-    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="save_dropped") == 20
+    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="write_failed") == 20
     bench.idle()
 
 

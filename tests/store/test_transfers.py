@@ -85,6 +85,20 @@ def test_transfers_that_are_queued_when_the_store_closes_are_answered(end: str) 
     for transfer in (load, save):
         assert transfer.done()
         assert transfer.cancelled() or not any(outcome.done for outcome in transfer.result(0))
+    closing = bench.metrics.value("kvtier_tier_saves_dropped_total", tier="dram", reason="closing")
+    assert closing == (0 if end == "cancel" else 3), "what was taken back is not counted"
+    bench.idle()
+
+
+def test_what_a_full_queue_of_copies_into_dram_declines_is_counted_and_let_go() -> None:
+    bench = make_bench()
+    bench.workers[0]._most_saves = 1
+    first = bench.store.save(chain(1, 3), bench.source(chain(1, 3)))
+    (declined, *_) = bench.store.save(chain(2, 3), bench.source(chain(2, 3))).result(0)
+    assert (declined.done, declined.detail) == (False, "the queue of saves was full")
+    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="dram", reason="queue_full") == 3
+    bench.turn()
+    assert first.done()
     bench.idle()
 
 
@@ -141,7 +155,7 @@ def test_what_a_full_queue_of_saves_declines_is_counted_and_let_go() -> None:
     bench.store.save(chain(1, 4), bench.source(chain(1, 4)))
     bench.workers[0].run_one()
     assert bench.store.stats()["waiting"] == {"shared": 0}
-    dropped = bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="save_dropped")
+    dropped = bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="queue_full")
     assert dropped == 4
     bench.turn()
     bench.idle()

@@ -269,4 +269,4 @@ def test_direct_io_that_is_refused_fails_no_store(
             assert caplog.text.count("direct I/O is refused") == 1
             assert f"errno {errno.EINVAL}" in caplog.text
         assert tiers.store.health()["nvme"] == "ok"
-        assert tiers.count("saves_dropped", "nvme", reason="save_dropped") == 0
+        assert tiers.count("saves_dropped", "nvme", reason="write_failed") == 0

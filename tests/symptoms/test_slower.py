@@ -58,7 +58,7 @@ def test_a_tier_that_does_not_keep_up_holds_nobody_and_grows_nothing(tmp_path: P
         dropped += sum(not outcome.done for outcome in outcomes)
         assert bench.workers[1].queued <= 1
         assert len(bench.store._demoter.outboxes["nvme"].slots) <= dram // 2 + 1
-    declined = bench.metrics.value("kvtier_tier_saves_dropped_total", tier="nvme", reason="save_dropped")
+    declined = bench.metrics.value("kvtier_tier_saves_dropped_total", tier="nvme", reason="queue_full")
     refused = bench.metrics.value("kvtier_tier_saves_dropped_total", tier="dram", reason="no_room")
     assert declined > 0 and refused == dropped
     bench.hand.release()

@@ -63,7 +63,7 @@ def test_a_failed_store_is_not_visible(
         assert device.failed
         assert tiers.store.held("nvme") == blocks - 1, "it is not shown for a moment"
         assert tiers.load(prompt(1, blocks)) == nth
-        assert tiers.count("saves_dropped", "nvme", reason="save_dropped") == 1
+        assert tiers.count("saves_dropped", "nvme", reason="write_failed") == 1
         assert "nvme: 1 block could not be written: " in caplog.text
         monkeypatch.undo()
         before = tiers.count("written_blocks", "nvme")
@@ -91,6 +91,7 @@ def test_a_copy_into_dram_that_fails_is_not_visible() -> None:
     bench.store.forget("before")
     bench.turn()
     assert not any(outcome.done for outcome in transfer.result(0))
+    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="dram", reason="write_failed") == 5
     match = bench.match(keys, "after")
     assert match.hits == 0
     assert match.blocks[0].reason is Reason.SAVE_DROPPED

@@ -537,8 +537,12 @@ class TieredStore(Store):
             owing = self._arena.owing_count
             now = self._clock()
             pinned = {DRAM: len(self._arena.pins), **{tier.name: tier.pinned(now) for tier in self._tiers}}
+            choices = {DRAM: self._arena.pool.choice(), **{tier.name: tier.choice() for tier in self._tiers}}
+        chosen = {name: choice._asdict() for name, choice in choices.items() if choice is not None}
         for name, metrics in self._recorders():
             metrics.pinned(pinned[name])
+            if name in chosen:
+                metrics.chose(**chosen[name])
             if counts[name]:
                 metrics.blocks(**counts[name])
         self._dram.leased(live, reserved)
@@ -558,6 +562,7 @@ class TieredStore(Store):
             "loading": loading,
             "owing": owing,
             "pinned": pinned,
+            "policy": chosen,
         }
 
     def _recorders(self) -> Iterable[tuple[str, TierMetrics]]:

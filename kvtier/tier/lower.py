@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.medium import LastingMedium, Medium, Outcome, Status
-from kvtier.abc.policy import EntryMeta
+from kvtier.abc.policy import Choice, EntryMeta
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.codec.seal import Sealer
@@ -369,6 +369,10 @@ class LowerTier(ABC):
     def counts(self) -> dict[str, int]:
         """Slots by state, where the tier has slots. Called under the store's lock."""
         return {}
+
+    def choice(self) -> Choice | None:
+        """Who decides what the tier evicts, where its policy chooses among several. Called under the store's lock."""
+        return None
 
     def pinned(self, now: float) -> int:
         """How many blocks are pinned. Called under the store's lock."""

@@ -80,6 +80,9 @@ class Assembly:
         """The Prometheus text, with gauges as of now."""
         if self.store is not None:
             self.store.stats()
+        choice = self.engine.pool.choice()
+        if choice is not None:
+            self.metrics.policy.chose("hbm", **choice._asdict())
         return self.metrics.render()
 
     def close(self) -> bool:

@@ -332,6 +332,11 @@ def test_a_wrong_url_is_one_line(model: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_metrics_tell_which_policy_decides_in_hbm(tmp_path: Path) -> None:
+    made = assemble(Settings((), engine=EngineSettings(model=tiny_config(tmp_path), hbm_policy="adaptive")))
+    assert b'kvtier_policy_current{policy="lru",tier="hbm"} 1.0' in made.render_metrics()
+
+
 def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
     model = tiny_config(tmp_path)
     for wrong in ({"recompute_sample": 0.5}, {"device": "cuda"}):

@@ -61,3 +61,18 @@ def test_a_policy_that_a_tier_would_not_follow_is_refused(option: str) -> None:
     tiers = [TierUrl.parse(url) for url in ("dram://?capacity=1MiB", f"memory://?{option}")]
     with pytest.raises(ConfigError, match=r"policy: memory:// itself chooses what goes"):
         open_store(tiers, IDENTITY, StoreSettings(), Metrics())
+
+
+def test_stats_and_metrics_tell_who_decides_where_the_policy_is_adaptive(tmp_path: Path) -> None:
+    bench = make_bench(8, nvme=tmp_path, policy=partial(policy.make, "adaptive"))
+    bench.save(chain(1, 4))
+    assert bench.load(chain(1, 4)) == 4
+    told = bench.store.stats()["policy"]
+    assert isinstance(told, dict)
+    assert told["dram"]["current"] == told["nvme"]["current"] == "lru"
+    assert (told["dram"]["references"], told["dram"]["switches"]) == (8, 0)
+    assert told["dram"]["hits"] == {"lru": 4.0, "arc": 4.0, "s3fifo": 4.0}
+    assert bench.metrics.value("kvtier_policy_current", tier="dram", policy="lru") == 1
+    assert bench.metrics.value("kvtier_policy_shadow_hits_total", tier="dram", policy="arc") == 4
+    bench.idle()
+    assert make_bench(8).store.stats()["policy"] == {}

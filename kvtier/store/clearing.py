@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvtier.abc.store import Cleared, ClearedTier, Reason, Selection
 from kvtier.cost import DRAM
 from kvtier.errors import RequestError
-from kvtier.key import Adapter, Address, Identity, Lot, Origin, adapter_id
-from kvtier.metrics import TierMetrics
-from kvtier.store.arena import Arena
+from kvtier.key import Adapter, Address, Lot, Origin, adapter_id
 from kvtier.store.demotion import Demoter
 from kvtier.store.epochs import Epochs
-from kvtier.store.geometry import Geometry
-from kvtier.store.history import History
+from kvtier.store.parts import Parts
 from kvtier.store.records import ScopeRecord, Scopes, fields_of
 from kvtier.tier.lower import LowerTier
 from kvtier.transfer.workers import Urgency
@@ -37,8 +34,6 @@ STEP = 256
 """Blocks of DRAM that go, and slots that are looked at, while the lock is held once."""
 ASK_SECONDS = 1.0
 """How often a shared tier is asked for what others have cleared where no probe does, and a tier is told what it lacks."""
-
-
 EXPLAIN_SECONDS = 3600.0
 """For how long after a clear the keys of new requests are made under the former epoch as well, to explain their misses."""
 
@@ -66,39 +61,27 @@ class _Place:
 class Clearing:
     """Epochs, the records of scopes, and the blocks that are out of reach. Thread-safe; takes the store's lock."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        arena: Arena,
-        dram: TierMetrics,
-        tiers: Sequence[LowerTier],
-        demoter: Demoter,
-        history: History,
-        epochs: Epochs,
-        identity: Identity | None,
-        lock: threading.Lock,
-        clock: Callable[[], float],
-    ) -> None:
-        """``identity`` is ours; without it nothing can be cleared by model."""
-        self.epochs = epochs
-        self._geometry = geometry
-        self._arena = arena
-        self._dram = dram
-        self._tiers = tuple(tiers)
+    def __init__(self, parts: Parts, demoter: Demoter) -> None:
+        self.epochs = Epochs()
+        self._geometry = parts.geometry
+        self._arena = parts.arena
+        self._dram = parts.dram
+        self._tiers = parts.tiers
+        self._history = parts.history
+        self._lock = parts.lock
+        self._clock = parts.clock
         self._demoter = demoter
-        self._history = history
-        self._lock = lock
-        self._clock = clock
+        identity = parts.identity
         self._model = None if identity is None else identity.model
         self._models: dict[bytes, str] = {} if identity is None else {identity.digest(): identity.model}
-        self._scopes = Scopes([tier.name for tier in tiers])
-        self._places = {tier.name: _Place() for tier in tiers}
+        self._scopes = Scopes([tier.name for tier in parts.tiers])
+        self._places = {tier.name: _Place() for tier in parts.tiers}
         self._starting = threading.Lock()
         self._swept = 0
         self._sweep_began = 0
         self._next_slot = 0
         self._explained = 0
-        self._explained_until = clock() + EXPLAIN_SECONDS
+        self._explained_until = parts.clock() + EXPLAIN_SECONDS
 
     def epoch(self, tenant: bytes, adapter: Adapter | None) -> int:
         """The epoch that keys of a new request are made with; from now on its scope is known."""

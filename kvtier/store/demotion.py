@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier.abc.store import Reason
 from kvtier.config import WriteMode
 from kvtier.key import Address
 from kvtier.pool import Slot
 from kvtier.store.arena import Arena, entry_meta
+from kvtier.store.parts import Parts
 from kvtier.tier.lower import LowerTier, Parcel
 from kvtier.transfer.workers import Urgency
 
@@ -117,16 +118,25 @@ class Outbox:
 class Demoter:
     """Decides what goes down, and when. Called under the store's lock."""
 
-    def __init__(
-        self, arena: Arena, tiers: Sequence[LowerTier], lock: threading.Lock, clock: Callable[[], float]
-    ) -> None:
-        self._arena = arena
-        self._tiers = tuple(tiers)
-        self._clock = clock
-        self.bits = {tier.name: 1 << index for index, tier in enumerate(tiers)}
-        self.outboxes = {tier.name: Outbox(tier, arena, self.bits[tier.name], lock) for tier in tiers}
+    def __init__(self, parts: Parts) -> None:
+        self._arena = arena = parts.arena
+        self._dram = parts.dram
+        self._tiers = parts.tiers
+        self._history = parts.history
+        self._clock = parts.clock
+        self.bits = {tier.name: 1 << index for index, tier in enumerate(parts.tiers)}
+        self.outboxes = {tier.name: Outbox(tier, arena, self.bits[tier.name], parts.lock) for tier in parts.tiers}
         self._low = max(1, arena.pool.capacity // 8)
         self._high = max(1, arena.pool.capacity // 4)
+
+    def make_room(self, count: int) -> list[Slot]:
+        """Up to ``count`` free or clean slots of DRAM; it is remembered why a block that had to go for them went."""
+        slots, gone = self._arena.take(count, self._clock())
+        for one in gone:
+            self._history.went([one.address], Reason.DECLINED if one.declined and self._tiers else Reason.EVICTED)
+        if gone:
+            self._dram.evicted(Reason.EVICTED, len(gone))
+        return slots
 
     def owe_new(self, slot: Slot, address: Address) -> None:
         """A block was saved into DRAM: owed to every tier that takes blocks unasked and lacks it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import takewhile
 
 import numpy as np
@@ -21,6 +22,17 @@ _MISSED = {reason: BlockFound(Found.MISS, None, reason) for reason in Reason}
 
 def missed(reason: Reason, tier: str | None = None) -> BlockFound:
     return _MISSED[reason] if tier is None else BlockFound(Found.MISS, tier, reason)
+
+
+@cache
+def hit(tier: str) -> BlockFound:
+    """The answer of one tier: one object, so that equal answers are told at a glance."""
+    return BlockFound(Found.HIT, tier)
+
+
+@cache
+def coming(tier: str) -> BlockFound:
+    return BlockFound(Found.PENDING, tier)
 
 
 class TieredMatch(Match):

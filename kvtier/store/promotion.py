@@ -3,95 +3,38 @@
 A match walks the chain; what is in DRAM is a HIT, what is below is PENDING while it is read, proved and committed. A match
 takes every slot that it will load from, or read into, before its first byte moves. Matches of requests that are not yet
 scheduled hold at most half of DRAM, in the order in which they asked; one that alone wants more is cut to that half.
-
-One module, long as it is: looking (`_walk`), taking (`_reserve`), reading (`_start`), arriving and settling are stages of one
-match, over the same books.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
-from kvtier.codec.frame import Asked, FrameHeader
-from kvtier.cost import DRAM, Gate, Run
+from kvtier.cost import DRAM, Run
 from kvtier.key import Address, Span
-from kvtier.metrics import TierMetrics
-from kvtier.pool import NONE, Slot, SlotArray
-from kvtier.store.arena import Arena, Gone
+from kvtier.pool import NONE, SlotArray
+from kvtier.store.arrivals import Arrivals, Step
+from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
-from kvtier.store.geometry import Geometry
-from kvtier.store.history import History, repeats
-from kvtier.store.match import TieredMatch, missed
-from kvtier.tier.lower import LowerTier, lot_of
+from kvtier.store.history import repeats
+from kvtier.store.match import TieredMatch, hit, missed
+from kvtier.store.notice import Notice
+from kvtier.store.parts import Parts
+from kvtier.tier.lower import LowerTier
 from kvtier.transfer.workers import Urgency
 
-if TYPE_CHECKING:
-    from kvtier.store.clearing import Clearing
-    from kvtier.store.notice import Notice
-
-BATCH_BYTES = 16 << 20
-"""Bytes of one read from a lower tier: large enough for bandwidth, small enough that the first arrive early."""
 LINE_SECONDS = 20.0
 """Longest wait behind other requests' leases: whoever computed instead would come after them all the same."""
-
-
-@dataclass(slots=True)
-class Reading:
-    """What one match reads from one tier, for the gate to learn from."""
-
-    tier: LowerTier
-    asked: float
-    """When it was asked for, in seconds of the store's clock."""
-    queued: int
-    """Bytes that the tier had to deliver before."""
-    trial: bool
-    """Whether nobody asked for it but the gate."""
-    batches: int = 0
-    """Reads that have not ended."""
-    blocks: int = 0
-    """Blocks that came and proved."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """One block on its way into a DRAM slot, and the matches that wait for it (with the index it has in each)."""
-
-    address: Address
-    slot: Slot
-    tier: LowerTier
-    waiting: list[tuple[TieredMatch, int]] = field(default_factory=list)
-    dropped: BlockFound | None = None
-    """What it is to be once it arrives, where it was dropped on the way."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """Where one block of a match is: on its way, in a lower tier, or (neither) in DRAM. One object per tier."""
-
-    arrival: Arrival | None = None
-    tier: LowerTier | None = None
-
-
 IN_DRAM = Step()
-
-
-def _source(step: Step) -> tuple[LowerTier | None, bool]:
-    """The tier that a block would come from (None: DRAM), and whether it is on its way already."""
-    return (step.tier, False) if step.arrival is None else (step.arrival.tier, True)
 
 
 def _answers(tier: LowerTier) -> bool:
@@ -113,48 +56,28 @@ class Walk:
 class Promoter:
     """Owns the matches. Called under the store's lock, but for ``_fetch`` and the probes, which run on transfer threads."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        arena: Arena,
-        dram: TierMetrics,
-        tiers: Sequence[LowerTier],
-        demoter: Demoter,
-        history: History,
-        clearing: Clearing,
-        notice: Notice,
-        gate: Gate,
-        lock: threading.Lock,
-        clock: Callable[[], float],
-        deadline: float,
-    ) -> None:
+    def __init__(self, parts: Parts, demoter: Demoter, clearing: Clearing, notice: Notice, deadline: float) -> None:
+        """``deadline``: seconds that a match may wait for blocks on their way."""
         self.reserved = 0
         """Slots that matches of unscheduled requests hold or wait for."""
-        self.arriving: dict[Address, Arrival] = {}
         self.matches: dict[str, TieredMatch] = {}
-        self._geometry = geometry
-        self._arena = arena
-        self._dram = dram
-        self._tiers = tuple(tiers)
+        self.arrivals = Arrivals(parts, demoter, clearing, self._settle)
+        self._geometry = parts.geometry
+        self._arena = parts.arena
+        self._dram = parts.dram
+        self._tiers = parts.tiers
+        self._history = parts.history
+        self._gate = parts.gate
+        self._lock = parts.lock
+        self._clock = parts.clock
         self._demoter = demoter
-        self._history = history
         self._clearing = clearing
         self._notice = notice
-        self._gate = gate
-        self._lock = lock
-        self._clock = clock
         self._deadline = deadline
-        self._half = max(1, arena.pool.capacity // 2)
-        self._batch = max(1, BATCH_BYTES // max(1, arena.medium.slot_bytes))
-        self._queued = dict.fromkeys((tier.name for tier in tiers), 0)
-        """By tier: bytes that it was asked for and that have not come."""
-        self._tried: set[str] = set()
-        """Tiers that lost and are being tried now."""
+        self._half = max(1, parts.arena.pool.capacity // 2)
         self._line: OrderedDict[str, TieredMatch] = OrderedDict()
         self._moving = False
-        self._hit = {name: BlockFound(Found.HIT, name) for name in [DRAM, *(tier.name for tier in tiers)]}
-        self._coming = {tier.name: BlockFound(Found.PENDING, tier.name) for tier in tiers}
-        self._below = {tier.name: Step(tier=tier) for tier in tiers}
+        self._below = {tier.name: Step(tier=tier) for tier in parts.tiers}
 
     def open(self, request_id: str, span: Span, start: int, urgency: Urgency, hints: Hints = NO_HINTS) -> TieredMatch:
         """A new live match, not advanced yet."""
@@ -202,13 +125,6 @@ class Promoter:
             self._history.tell(match.request_id, match.found)
         self._move_line()
 
-    def note_gone(self, gone: Sequence[Gone]) -> None:
-        """Blocks were evicted from DRAM."""
-        for one in gone:
-            self._history.went([one.address], Reason.DECLINED if one.declined and self._tiers else Reason.EVICTED)
-        if gone:
-            self._dram.evicted(Reason.EVICTED, len(gone))
-
     def _move_line(self) -> None:
         """Room may have come free: let whoever is first in line try, and the next one if that one goes."""
         if self._moving:
@@ -244,7 +160,7 @@ class Promoter:
         steps = steps[: self._length(runs[:kept])] if kept < len(runs) else steps
         self._gate.decided(runs, kept, ())
         match.slots[: len(steps)] = known[: len(steps)]
-        match.found[: len(steps)] = [self._hit[DRAM]] * len(steps)
+        match.found[: len(steps)] = [hit(DRAM)] * len(steps)
         match.reserved = len(steps)
         self.reserved += len(steps)
         self._arena.pool.acquire(match.held)
@@ -270,7 +186,7 @@ class Promoter:
         shared = [tier for tier in answering if tier.probes]
         for index in lacking:
             address = addresses[index]
-            arrival = self.arriving.get(address)
+            arrival = self.arrivals.arriving.get(address)
             if arrival is not None and arrival.dropped is None:
                 if arrival.tier not in answering:
                     return Walk(steps[:index], resident, lacking, missed(Reason.TIER_DEGRADED, arrival.tier.name))
@@ -343,8 +259,7 @@ class Promoter:
             return
         if self._line.pop(match.request_id, None) is not None:
             match.wait_until(now + self._deadline)
-        slots, gone = self._arena.take(len(wanted), now)
-        self.note_gone(gone)
+        slots = self._demoter.make_room(len(wanted))
         if len(slots) < len(wanted):
             cut = wanted[len(slots)]
             match.let_go(self._arena.pool, cut, now)
@@ -353,16 +268,17 @@ class Promoter:
         self.reserved += len(steps)
         if end is not None:
             match.end(len(steps), end)
-        match.found[: len(steps)] = [self._hit[DRAM]] * len(steps)
-        self._start(match, steps, lacking, slots)
+        match.found[: len(steps)] = [hit(DRAM)] * len(steps)
+        self.arrivals.join(match, steps, lacking, slots)
         self._act_on(match, walk.steps, runs, kept)
         if not match.awaited:
             self._settle(match)
 
     def _act_on(self, match: TieredMatch, steps: Sequence[Step], runs: Sequence[Run], kept: int) -> None:
         """What follows from loading the first ``kept`` runs: tries of tiers that lost, and how long to wait."""
-        for index in self._gate.decided(runs, kept, self._queued.keys() - self._tried):
-            self._try(match, steps, self._length(runs[:index]), self._length(runs[index : index + 1]))
+        for index in self._gate.decided(runs, kept, self.arrivals.untried):
+            count = min(self._length(runs[index : index + 1]), self._half // 2)
+            self.arrivals.try_out(match, steps, self._length(runs[:index]), count)
         patience = self._gate.patience(runs[:kept]) if match.awaited and runs else None
         if patience is not None:
             match.wait_until(min(match.deadline, self._clock() + patience))
@@ -372,8 +288,8 @@ class Promoter:
         runs: list[Run] = []
         if match.urgency is Urgency.PREFETCH:
             return runs, 0
-        queued = dict(self._queued)
-        for (tier, arriving), equal in groupby(repeats(steps), key=lambda one: _source(one[0])):
+        queued = dict(self.arrivals.queued)
+        for (tier, arriving), equal in groupby(repeats(steps), key=lambda one: one[0].source()):
             count, name = sum(count for _, count in equal), tier.name if tier else DRAM
             tokens, nbytes = count * self._geometry.block_tokens, count * self._geometry.block_bytes
             runs.append(Run(name, tokens, nbytes, queued.pop(name, 0), arriving))
@@ -382,144 +298,6 @@ class Promoter:
     def _length(self, runs: Sequence[Run]) -> int:
         """Blocks of ``runs``."""
         return sum(run.tokens for run in runs) // self._geometry.block_tokens
-
-    def _try(self, match: TieredMatch, steps: Sequence[Step], first: int, count: int) -> None:
-        """Read a run that was declined all the same, in the background: what its tier takes now."""
-        now = self._clock()
-        slots, gone = self._arena.take(min(count, self._half // 2), now)
-        self.note_gone(gone)
-        indexes = range(first, first + len(slots))
-        if not indexes:
-            return
-        for index, slot in zip(indexes, slots, strict=True):
-            tier = steps[index].tier
-            assert tier is not None, "only what lies below is tried in the background"
-            address = match.addresses[match.start + index]
-            self.arriving[address] = Arrival(address, slot, tier)
-            self._tried.add(tier.name)
-        self._send(match, steps, indexes, Urgency.PREFETCH, trial=True)
-
-    def _start(self, match: TieredMatch, steps: Sequence[Step], lacking: Sequence[int], slots: Sequence[Slot]) -> None:
-        """Join what is on its way already, and send for the rest."""
-        free = iter(slots)
-        wanted: list[int] = []
-        for index in lacking[: bisect_left(lacking, len(steps))]:
-            step = steps[index]
-            arrival = step.arrival
-            if step.tier is not None:
-                arrival = Arrival(match.addresses[match.start + index], next(free), step.tier)
-                self.arriving[arrival.address] = arrival
-                wanted.append(index)
-            if arrival is not None:
-                arrival.waiting.append((match, index))
-                match.found[index] = self._coming[arrival.tier.name]
-                match.awaited += 1
-        self._send(match, steps, wanted, match.urgency)
-
-    def _send(
-        self,
-        match: TieredMatch,
-        steps: Sequence[Step],
-        indexes: Iterable[int],
-        urgency: Urgency,
-        *,
-        trial: bool = False,
-    ) -> None:
-        """Have blocks read for which an arrival stands ready, in batches of one tier each."""
-        now = self._clock()
-        batches: list[list[int]] = []
-        for index in indexes:
-            last = batches[-1] if batches else []
-            if not last or len(last) == self._batch or steps[last[-1]].tier is not steps[index].tier:
-                batches.append([])
-            batches[-1].append(index)
-        readings: dict[str, Reading] = {}
-        jobs = []
-        for batch in batches:
-            arrivals = [self.arriving[match.addresses[match.start + index]] for index in batch]
-            tier = arrivals[0].tier
-            reading = readings.setdefault(tier.name, Reading(tier, now, self._queued[tier.name], trial))
-            reading.batches += 1
-            jobs.append((arrivals, self._geometry.asked(match.span, [match.start + index for index in batch]), reading))
-        for arrivals, asked, reading in jobs:
-            self._queued[reading.tier.name] += len(arrivals) * self._geometry.block_bytes
-            if not reading.tier.workers.submit(urgency, partial(self._fetch, arrivals, asked, reading)):
-                closed = [Outcome(Status.FAILED, 0, "closed")] * len(arrivals)
-                self._arrive(arrivals, closed, [None] * len(arrivals), reading)
-
-    def _read(self, reading: Reading, outcomes: Sequence[Outcome]) -> None:
-        """One batch of a reading has ended; with the last the gate learns what it took."""
-        name, nbytes = reading.tier.name, self._geometry.block_bytes
-        self._queued[name] -= len(outcomes) * nbytes
-        reading.blocks += sum(outcome.done for outcome in outcomes)
-        reading.batches -= 1
-        if not reading.batches:
-            if reading.trial:
-                self._tried.discard(name)
-            self._gate.observe_load(name, reading.blocks * nbytes, self._clock() - reading.asked, reading.queued)
-
-    def _fetch(self, batch: Sequence[Arrival], asked: Sequence[Asked], reading: Reading) -> None:
-        """On a transfer thread, without the lock."""
-        began = time.perf_counter()
-        for match in {id(match): match for arrival in batch for match, _ in arrival.waiting}.values():
-            match.began = match.began or began
-        views = [self._arena.view(arrival.slot) for arrival in batch]
-        outcomes, headers = batch[0].tier.fetch([arrival.address for arrival in batch], views, asked)
-        with self._lock:
-            self._arrive(batch, outcomes, headers, reading)
-
-    def _arrive(
-        self,
-        batch: Sequence[Arrival],
-        outcomes: Sequence[Outcome],
-        headers: Sequence[FrameHeader | None],
-        reading: Reading,
-    ) -> None:
-        self._read(reading, outcomes)
-        ended: dict[int, TieredMatch] = {}
-        for arrival, outcome, header in reversed(list(zip(batch, outcomes, headers, strict=True))):
-            if self.arriving.get(arrival.address) is arrival:
-                del self.arriving[arrival.address]
-            slot, why = self._landed(arrival, outcome, header)
-            for match, index in arrival.waiting:
-                if match.settled:
-                    continue
-                if why is None:
-                    self._arena.pool.acquire([slot])
-                    match.slots[index] = slot
-                match.found[index] = why or self._hit[arrival.tier.name]
-                match.awaited -= 1
-                ended[id(match)] = match
-            self._arena.pool.release([arrival.slot], self._clock())
-        for match in ended.values():
-            if not match.awaited:
-                self._settle(match)
-
-    def _landed(self, arrival: Arrival, outcome: Outcome, header: FrameHeader | None) -> tuple[Slot, BlockFound | None]:
-        """Commit an arrival that proved: the slot that has it, or why there is none."""
-        slot, address, tier = arrival.slot, arrival.address, arrival.tier
-        if arrival.dropped is not None:
-            return slot, arrival.dropped
-        if header is not None and self._clearing.stale(lot_of(header)):
-            return slot, missed(Reason.CLEARED)
-        if outcome.done and header is not None:
-            priority = max((match.hints.priority for match, _ in arrival.waiting), default=0)
-            if not self._arena.show(slot, address, header, self._clock(), priority):
-                there = self._arena.pool.slot(address)
-                assert there is not None, "the first copy is there"
-                return there, None
-            self._history.came(address)
-            self._demoter.owe_promoted(slot, address, tier)
-            tier.gave(address)
-            return slot, None
-        if outcome.status is Status.CORRUPT:
-            self._history.refuse(address, Reason.SUM_FAILED)
-            return slot, missed(Reason.SUM_FAILED, tier.name)
-        reason = Reason.EVICTED if outcome.status is Status.ABSENT else Reason.READ_FAILED
-        if not tier.usable:
-            reason = Reason.TIER_DEGRADED
-        self._history.went([address], reason)
-        return slot, missed(reason, tier.name)
 
     def _settle(self, match: TieredMatch) -> None:
         """Nothing is pending any more: fix the answer, let go of what lies behind it, count once, note the use."""

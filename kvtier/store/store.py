@@ -43,11 +43,11 @@ from kvtier.store.arena import Arena
 from kvtier.store.audit import lease_faults
 from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
-from kvtier.store.epochs import Epochs
 from kvtier.store.geometry import Geometry
-from kvtier.store.history import History, LoadTiming
-from kvtier.store.match import TieredMatch, missed
+from kvtier.store.history import LoadTiming
+from kvtier.store.match import TieredMatch
 from kvtier.store.notice import Notice
+from kvtier.store.parts import Parts
 from kvtier.store.promotion import Promoter
 from kvtier.tier.lower import LowerTier, lot_of
 from kvtier.transfer.copy import load_blocks, save_blocks
@@ -117,26 +117,12 @@ class TieredStore(Store):
         self._always = verify is Verify.ALWAYS
         self._clock = clock
         self._random = random.Random(seed)  # noqa: S311 - draws samples, guards nothing
-        self._history = History()
-        self._demoter = Demoter(arena, tiers, lock, clock)
-        self._clearing = Clearing(
-            geometry, arena, dram, tiers, self._demoter, self._history, Epochs(), identity, lock, clock
-        )
-        self._notice = Notice(identity, tiers)
-        self._promoter = Promoter(
-            geometry,
-            arena,
-            dram,
-            tiers,
-            self._demoter,
-            self._history,
-            self._clearing,
-            self._notice,
-            gate,
-            lock,
-            clock,
-            deadline,
-        )
+        parts = Parts(geometry, arena, dram, tuple(tiers), workers, gate, lock, identity, clock)
+        self._history = parts.history
+        self._demoter = Demoter(parts)
+        self._clearing = Clearing(parts, self._demoter)
+        self._notice = Notice(identity, parts.tiers)
+        self._promoter = Promoter(parts, self._demoter, self._clearing, self._notice, deadline)
         self._saving: dict[Address, Slot] = {}
         self._hinted: dict[Address, Hints] = {}
         """Of blocks that are being saved, the last hints that differ from none."""
@@ -320,8 +306,7 @@ class TieredStore(Store):
                 self._history.went((addresses[i] for i in new), Reason.NO_STORE)
                 self._dram.save_dropped(Reason.NO_STORE, len(new))
                 return [], [], new, Reason.NO_STORE.value
-            slots, gone = self._arena.take(len(new), self._clock())
-            self._promoter.note_gone(gone)
+            slots = self._demoter.make_room(len(new))
             taken, left = new[: len(slots)], new[len(slots) :]
             self._saving.update((addresses[i], slot) for i, slot in zip(taken, slots, strict=True))
             if hints != NO_HINTS:
@@ -419,9 +404,7 @@ class TieredStore(Store):
                     self._arena.pool.release([slot], self._clock())
                 self._saving.pop(address, None)
                 self._hinted.pop(address, None)
-                arrival = self._promoter.arriving.get(address)
-                if arrival is not None:
-                    arrival.dropped = missed(reason)
+                self._promoter.arrivals.drop(address, reason)
                 self._history.refuse(address, reason)
             for tier in self._tiers:
                 self._demoter.outboxes[tier.name].cancel(addresses)
@@ -466,10 +449,9 @@ class TieredStore(Store):
         with self._lock:
             if tier == DRAM:
                 free = self._arena.pool.free
-                slots, gone = self._arena.take(self._arena.pool.evictable + free, self._clock())
-                self._promoter.note_gone(gone)
+                slots = self._demoter.make_room(self._arena.pool.evictable + free)
                 self._arena.pool.release(slots, self._clock())
-                return len(gone)
+                return len(slots) - free
         return self._lower(tier).empty()
 
     def held(self, tier: str) -> int:
@@ -532,7 +514,7 @@ class TieredStore(Store):
             counts = {DRAM: self._arena.pool.counts(), **{tier.name: tier.counts() for tier in self._tiers}}
             waiting = {tier.name: len(self._demoter.outboxes[tier.name].slots) for tier in self._tiers}
             live, reserved = len(self._promoter.matches), self._promoter.reserved
-            arriving = Counter(arrival.tier.name for arrival in self._promoter.arriving.values())
+            arriving = Counter(arrival.tier.name for arrival in self._promoter.arrivals.arriving.values())
             saving, loading = len(self._saving), sum(map(len, self._loading.values()))
             owing = self._arena.owing_count
             now = self._clock()
@@ -584,7 +566,7 @@ class TieredStore(Store):
             held: list[Iterable[Slot]] = [match.held.tolist() for match in self._promoter.matches.values()]
             held += [outbox.slots for outbox in self._demoter.outboxes.values()]
             held += [*self._loading.values(), self._saving.values(), self._arena.quarantined]
-            held.append(arrival.slot for arrival in self._promoter.arriving.values())
+            held.append(arrival.slot for arrival in self._promoter.arrivals.arriving.values())
             for slots in held:
                 for slot in slots:
                     expected[slot] += 1

@@ -100,9 +100,7 @@ class Bench:
 
     def empty_dram(self) -> None:
         """Evict everything that DRAM may evict."""
-        slots, gone = self.arena.take(self.arena.pool.evictable + self.arena.pool.free, self.clock.now)
-        self.store._promoter.note_gone(gone)
-        self.arena.pool.release(slots, self.clock.now)
+        self.store.empty("dram")
 
 
 def make_bench(

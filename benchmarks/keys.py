@@ -34,6 +34,7 @@ from kvtier.policy.lru import LruPolicy
 from kvtier.storage_backends.dram import DramMedium
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
+from kvtier.store.parts import Parts
 from kvtier.store.store import TieredStore
 from kvtier.transfer.workers import Workers
 
@@ -62,9 +63,8 @@ def resident_store(
     span = Span(origin, root, 0, tuple(keys))
     arena = Arena(DramMedium(2 * len(keys), LAYOUT.block_bytes, prefault=False), LruPolicy(2 * len(keys)))
     metrics = Metrics()
-    store = TieredStore(
-        geometry, arena, metrics.tier("dram"), [], Workers("dram", 0), OpenGate(), threading.Lock(), keeper=False
-    )
+    parts = Parts(geometry, arena, metrics.tier("dram"), (), Workers("dram", 0), OpenGate(), threading.Lock())
+    store = TieredStore(parts, keeper=False)
     slots, _ = arena.take(len(keys), 0.0)
     addresses = geometry.addresses(span)
     for index in reversed(range(len(keys))):

@@ -31,6 +31,7 @@ from kvtier.sim.traces import ID_BYTES
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
 from kvtier.store.open import DRAM_THREADS, MOST_SAVES
+from kvtier.store.parts import Parts
 from kvtier.store.store import KEEP_SECONDS, TieredStore
 from kvtier.tier.key import KeyTier
 from kvtier.tier.lower import LowerTier
@@ -213,18 +214,17 @@ class Simulation:
         assert dram.blocks is not None, "`ladder` has seen to it"
         metrics, lock = Metrics(), threading.Lock()
         gate: Gate = FittedGate() if gated else OpenGate()
-        return TieredStore(
+        parts = Parts(
             Geometry(Shard(), bytes(16), STAND_IN, self.work.block_tokens),
             Arena(DramStandIn(dram.blocks, self.machine.block_bytes), policy.make(dram.options.policy, dram.blocks)),
             metrics.tier(DRAM),
-            [self._lower(rung, metrics, lock) for rung in lower],
+            tuple(self._lower(rung, metrics, lock) for rung in lower),
             TimedWorkers(DRAM, DRAM_THREADS, self.schedule, most_saves=MOST_SAVES),
             gate,
             lock,
-            deadline=deadline,
             clock=self.schedule,
-            keeper=False,
         )
+        return TieredStore(parts, deadline=deadline, keeper=False)
 
     def _lower(self, rung: Rung, metrics: Metrics, lock: threading.Lock) -> LowerTier:
         workers, raw = TimedWorkers(rung.name, rung.threads, self.schedule), codec_named("raw")

@@ -20,6 +20,7 @@ from kvtier.policy.admission import BURSTS
 from kvtier.registry import TierPlan, plan_tier
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
+from kvtier.store.parts import Parts
 from kvtier.store.records import identity_text
 from kvtier.store.store import TieredStore
 from kvtier.tier.key import KeyTier
@@ -86,15 +87,18 @@ def open_store(
             _greet(tier, identity, require_all=require_all)
         workers.append(Workers(DRAM, DRAM_THREADS, most_saves=MOST_SAVES))
         arena = Arena(dram, policy.make(plans[0].options.policy, dram.slots))
-        return TieredStore(
+        parts = Parts(
             geometry,
             arena,
             metrics.tier(DRAM),
-            lower,
+            tuple(lower),
             workers[-1],
             Guarded(gate or (FittedGate(metrics.gate) if settings.gate is GateMode.ON else OpenGate())),
             lock,
-            identity=identity,
+            identity,
+        )
+        return TieredStore(
+            parts,
             verify=plans[0].options.verify,
             deadline=settings.deadline,
             copier=ThreadPoolExecutor(1, "kvtier-copier"),
@@ -128,16 +132,16 @@ def open_at_rest(tiers: Sequence[TierUrl], advice: str) -> TieredStore:
     block_bytes = max((medium.slot_bytes for medium in opened if isinstance(medium, SlotMedium)), default=1)
     dram = plan_tier(TierUrl(DRAM, params={"capacity": "4KiB", "prefault": "false"})).open(MediumContext(slot_bytes=1))
     assert isinstance(dram, SlotMedium), "dram:// is slot-addressed"
-    return TieredStore(
+    parts = Parts(
         Geometry(Shard(), bytes(16), block_bytes, 1),
         Arena(dram, policy.make("lru", dram.slots)),
         metrics.tier(DRAM),
-        lower,
+        tuple(lower),
         Workers(DRAM, 0),
         OpenGate(),
         lock,
-        keeper=False,
     )
+    return TieredStore(parts, keeper=False)
 
 
 def check_tiers(plans: Sequence[TierPlan]) -> None:

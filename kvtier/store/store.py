@@ -1,23 +1,18 @@
 """The tiered store.
 
 State (pools, leases, matches, policies) changes under one lock, in microseconds; bytes move outside it on transfer threads.
-What is decided stands in `promotion`, `demotion`, `arena` and `history`. The copies of load and save stay here in one piece
-with the verbs, because each step of theirs (taken, begun, taken back, ended) is a step of the same lock and the same books.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from functools import partial
-from itertools import takewhile
 
-from kvtier.abc.medium import Outcome, SlotMedium, Status
 from kvtier.abc.store import (
     NO_HINTS,
     BlockFound,
@@ -31,51 +26,30 @@ from kvtier.abc.store import (
     Store,
     Transfer,
 )
-from kvtier.codec.frame import FrameHeader
 from kvtier.config import Verify
-from kvtier.cost import DRAM, Gate
-from kvtier.errors import MediumError
-from kvtier.key import Adapter, Address, Identity, Span
+from kvtier.cost import DRAM
+from kvtier.key import Adapter, Span
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
-from kvtier.quantity import counted
-from kvtier.store.arena import Arena
 from kvtier.store.audit import lease_faults
 from kvtier.store.clearing import Clearing
+from kvtier.store.copies import Copies
 from kvtier.store.demotion import Demoter
-from kvtier.store.geometry import Geometry
 from kvtier.store.history import LoadTiming
 from kvtier.store.match import TieredMatch
 from kvtier.store.notice import Notice
 from kvtier.store.parts import Parts
 from kvtier.store.promotion import Promoter
-from kvtier.tier.lower import LowerTier, lot_of
-from kvtier.transfer.copy import load_blocks, save_blocks
-from kvtier.transfer.encoded import EncodedSlots
-from kvtier.transfer.workers import Urgency, Workers
+from kvtier.tier.lower import LowerTier
+from kvtier.transfer.workers import Urgency
 
 _log = logging.getLogger(__name__)
 
-SAMPLE_SHARE = 0.01
-"""Share of loads from DRAM whose content is proven where the tier's ``verify`` is ``sample``."""
 KEEP_SECONDS = 0.25
 RECENCY_SECONDS = 5.0
 """How often recency is written down in persistent tiers."""
 DRAIN_SECONDS = 0.5
 """How long a drain waits for one tier before it looks whether that is still in use."""
-CLOSED = "the store is closed"
-
-
-def _said(verb: str, error: Exception) -> str:
-    """What went wrong, in words; what no medium is meant to raise is logged as well."""
-    if isinstance(error, MediumError):
-        return str(error)
-    _log.error("a %s failed", verb, exc_info=error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _failed(count: int, why: str) -> list[Outcome]:
-    return [Outcome(Status.FAILED, 0, why)] * count
 
 
 class TieredStore(Store):
@@ -83,55 +57,40 @@ class TieredStore(Store):
 
     def __init__(
         self,
-        geometry: Geometry,
-        arena: Arena,
-        dram: TierMetrics,
-        tiers: Sequence[LowerTier],
-        workers: Workers,
-        gate: Gate,
-        lock: threading.Lock,
+        parts: Parts,
         *,
-        identity: Identity | None = None,
         verify: Verify = Verify.SAMPLE,
         deadline: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         keeper: bool = True,
         copier: Executor | None = None,
     ) -> None:
-        """``lock`` is the one that the tiers use too; ``copier`` helps with DRAM copies and is closed with the store.
+        """``copier`` helps with DRAM copies and is closed with the store. ``keeper=False``: the caller calls ``keep`` itself.
 
-        ``identity`` is the engine's; without it the store works, and can neither clear by model nor say who else is there.
-
-        ``keeper=False``: the caller calls ``keep`` itself. Every part comes from outside, more than a constructor should
-        take, so that a test can turn threads, clock and chance by hand; ``open_store`` is how all others get a store.
+        ``open_store`` is how all but tests get a store.
         """
         self._copier = copier
-        self.geometry = geometry
+        self.geometry = geometry = parts.geometry
         self.block_bytes = geometry.block_bytes if geometry.codec is None else geometry.codec.block_bytes
-        self._arena = arena
-        self._dram = dram
-        self._tiers = tuple(tiers)
-        self._workers = workers
-        self._lock = lock
-        self._always = verify is Verify.ALWAYS
-        self._clock = clock
-        self._random = random.Random(seed)  # noqa: S311 - draws samples, guards nothing
-        parts = Parts(geometry, arena, dram, tuple(tiers), workers, gate, lock, identity, clock)
+        self._arena = parts.arena
+        self._dram = parts.dram
+        self._tiers = parts.tiers
+        self._workers = parts.workers
+        self._lock = parts.lock
+        self._clock = parts.clock
+        self._gate = parts.gate
         self._history = parts.history
         self._demoter = Demoter(parts)
         self._clearing = Clearing(parts, self._demoter)
-        self._notice = Notice(identity, parts.tiers)
+        self._notice = Notice(parts.identity, parts.tiers)
         self._promoter = Promoter(parts, self._demoter, self._clearing, self._notice, deadline)
-        self._saving: dict[Address, Slot] = {}
-        self._hinted: dict[Address, Hints] = {}
-        """Of blocks that are being saved, the last hints that differ from none."""
-        self._loading: dict[int, Sequence[Slot]] = {}
-        self._gate = gate
+        self._copies = Copies(
+            parts, self._demoter, self._clearing, self._promoter, verify=verify, seed=seed, copier=copier
+        )
         self._prefetches = 0
-        self._recency_due = clock() + RECENCY_SECONDS
+        self._recency_due = self._clock() + RECENCY_SECONDS
         self._closed = threading.Event()
-        for tier in tiers:
+        for tier in self._tiers:
             self._clearing.learn(tier)
         self._keeper = threading.Thread(target=self._keep_on, name="kvtier-keeper", daemon=True) if keeper else None
         if self._keeper is not None:
@@ -172,227 +131,10 @@ class TieredStore(Store):
 
     def load(self, match: Match, into: SlotRange, after: Fence | None = None) -> Transfer:
         assert isinstance(match, TieredMatch), "a match of this store"
-        future: Transfer = Future()
-        with self._lock:
-            slots = self._held_slots(match, len(into.slots))
-            count = len(slots)
-            self._arena.pool.acquire(slots)
-            asked, queued = self._clock(), sum(map(len, self._loading.values())) * self.geometry.block_bytes
-            self._loading[id(future)] = slots
-            self._promoter.release(match)
-            proven = [self._always or self._random.random() < SAMPLE_SHARE for _ in slots]
-            sums = [
-                self._arena.headers.content(slot) if prove else None for slot, prove in zip(slots, proven, strict=True)
-            ]
-        beyond = _failed(len(into.slots) - count, "the match no longer holds this block")
-
-        def begun() -> bool:
-            if future.set_running_or_notify_cancel():
-                return True
-            self._loaded(id(future), slots, _failed(count, "taken back"), 0.0)
-            return False
-
-        def load() -> None:
-            if not begun():
-                return
-            start, idle = time.perf_counter(), 0.0
-            try:
-                if after is not None:
-                    since = self._clock()
-                    after.wait()
-                    idle = self._clock() - since  # the computation before it, not the load
-                outcomes = load_blocks(
-                    self._arena.medium, slots, sums, self._seen(into.medium), into.slots[:count], workers=self._copier
-                )
-            except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
-                outcomes = _failed(count, _said("load", failed))
-            end = time.perf_counter()
-            self._loaded(id(future), slots, outcomes, end - start)
-            done = sum(outcome.done for outcome in outcomes)
-            timing = LoadTiming(done * self.geometry.block_bytes, end - (match.began or start))
-            try:
-                with self._lock:
-                    self._history.time(match.request_id, timing)
-                    self._gate.observe_load(DRAM, timing.nbytes, self._clock() - asked - idle, queued)
-            finally:  # whatever a gate makes of it: an engine's step waits for this
-                future.set_result([*outcomes, *beyond])
-
-        def closed() -> None:
-            if begun():
-                self._loaded(id(future), slots, _failed(count, CLOSED), 0.0)
-                future.set_result(_failed(len(into.slots), CLOSED))
-
-        if not self._workers.submit(Urgency.LOAD, load, closed):
-            closed()
-        return future
-
-    def _seen(self, engine: SlotMedium) -> SlotMedium:
-        """An engine's memory as blocks are kept."""
-        codec = self.geometry.codec
-        return engine if codec is None else EncodedSlots(engine, codec, self._copier)
-
-    def _held_slots(self, match: TieredMatch, most: int) -> list[Slot]:
-        """DRAM slots of the match's first hits, up to one that was dropped or did not prove since."""
-        if not match.settled or match.released or self._clearing.stale(match.span.origin):
-            return []
-        slots = match.slots[: min(most, match.hits)].tolist()
-        return list(takewhile(lambda slot: self._arena.pool.entry(slot) is not None, slots))
-
-    def _loaded(self, name: int, slots: Sequence[Slot], outcomes: Sequence[Outcome], seconds: float) -> None:
-        done = sum(outcome.done for outcome in outcomes)
-        wrong = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome.status is Status.CORRUPT]
-        if done:
-            self._dram.read(done, done * self.geometry.block_bytes, seconds)
-        with self._lock:
-            del self._loading[name]
-            for slot in wrong:
-                address = self._arena.pool.entry(slot)
-                if address is not None:
-                    self._history.refuse(address, Reason.SUM_FAILED)
-                    self._arena.quarantine(slot)
-            self._arena.pool.release(slots, self._clock())
-        if wrong:
-            self._dram.sum_failed(len(wrong))
-            _log.warning("dram: %s did not prove, to be computed again", counted(len(wrong), "block"))
+        return self._copies.load(match, into, after)
 
     def save(self, span: Span, source: SlotRange, after: Fence | None = None, *, hints: Hints = NO_HINTS) -> Transfer:
-        future: Transfer = Future()
-        addresses = self.geometry.addresses(span)
-        outcomes = [Outcome(Status.DONE)] * len(addresses)
-        taken, slots, left, why = self._places_to_save(span, addresses, hints)
-        for index in left:
-            outcomes[index] = Outcome(Status.FAILED, 0, why)
-
-        def end(saved: Sequence[Outcome], sums: Sequence[bytes]) -> None:
-            for index, outcome in zip(taken, saved, strict=True):
-                outcomes[index] = outcome
-            headers = self._headers(span, taken, saved, sums)
-            self._saved([addresses[i] for i in taken], slots, headers)
-
-        def begun() -> bool:
-            if future.set_running_or_notify_cancel():
-                return True
-            end(_failed(len(taken), "taken back"), [])
-            return False
-
-        def save() -> None:
-            if begun():  # else nothing may be read from the source, which holds something else by now
-                end(*self._copied(SlotRange(source.medium, [source.slots[i] for i in taken]), slots, after))
-                future.set_result(outcomes)
-
-        def unsaved(reason: Reason) -> None:
-            if begun():
-                self._dram.save_dropped(reason, len(taken))
-                end(_failed(len(taken), reason.value), [])
-                future.set_result(outcomes)
-
-        if not taken:
-            future.set_result(outcomes)
-        elif not self._workers.submit(Urgency.SAVE, save, partial(unsaved, Reason.CLOSING)):
-            unsaved(Reason.CLOSING if self._closed.is_set() else Reason.QUEUE_FULL)
-        return future
-
-    def _places_to_save(
-        self, span: Span, addresses: Sequence[Address], hints: Hints
-    ) -> tuple[list[int], list[Slot], list[int], str]:
-        """Which blocks are to be copied, into which slots, and which have no place, and why."""
-        if self._clearing.stale(span.origin):
-            self._dram.save_dropped(Reason.CLEARED, len(addresses))
-            return [], [], list(range(len(addresses))), "cleared"
-        with self._lock:
-            there = self._arena.pool.places(addresses)
-            new = [i for i, a in enumerate(addresses) if there[i] is None and a not in self._saving]
-            if hints.no_store:
-                self._history.went((addresses[i] for i in new), Reason.NO_STORE)
-                self._dram.save_dropped(Reason.NO_STORE, len(new))
-                return [], [], new, Reason.NO_STORE.value
-            slots = self._demoter.make_room(len(new))
-            taken, left = new[: len(slots)], new[len(slots) :]
-            self._saving.update((addresses[i], slot) for i, slot in zip(taken, slots, strict=True))
-            if hints != NO_HINTS:
-                self._hinted.update((address, hints) for address in addresses if address in self._saving)
-            self._history.went((addresses[i] for i in left), Reason.SAVE_DROPPED)
-        if left:
-            self._dram.save_dropped(Reason.NO_ROOM, len(left))
-        return taken, slots, left, "no free or clean slot in DRAM"
-
-    def _copied(
-        self, source: SlotRange, slots: Sequence[Slot], after: Fence | None
-    ) -> tuple[list[Outcome], list[bytes]]:
-        """Copy blocks into DRAM slots: per block its outcome and its content sum."""
-        start, copying = time.perf_counter(), self._clock()
-        try:
-            if after is not None:
-                after.wait()
-                copying = self._clock()
-            saved, sums = save_blocks(
-                self._seen(source.medium), source.slots, self._arena.medium, slots, workers=self._copier
-            )
-        except Exception as failed:  # noqa: BLE001 - of a fence or an engine's memory: whoever waits gets an answer
-            saved, sums = _failed(len(slots), _said("save", failed)), []
-        done = sum(outcome.done for outcome in saved)
-        if done:
-            nbytes = done * self.geometry.block_bytes
-            self._dram.written(done, nbytes, time.perf_counter() - start)
-            with self._lock:
-                self._gate.observe_save(nbytes, self._clock() - copying)
-        if done < len(saved):
-            self._dram.save_dropped(Reason.WRITE_FAILED, len(saved) - done)
-        return saved, sums
-
-    def _headers(
-        self, span: Span, taken: Sequence[int], saved: Sequence[Outcome], sums: Sequence[bytes]
-    ) -> list[FrameHeader | None]:
-        """A header for each block whose copy is whole."""
-        geometry, created = self.geometry, time.time()
-        return [
-            FrameHeader.of(
-                span,
-                index,
-                geometry.shard,
-                geometry.layout,
-                raw_bytes=geometry.block_bytes,
-                content=sums[at],
-                created=created,
-            )
-            if saved[at].done
-            else None
-            for at, index in enumerate(taken)
-        ]
-
-    def _saved(
-        self, addresses: Sequence[Address], slots: Sequence[Slot], headers: Sequence[FrameHeader | None]
-    ) -> None:
-        """Copies have ended: show what is whole, tail first."""
-        with self._lock:
-            now = self._clock()
-            shown: list[tuple[Slot, Address]] = []
-            pinned: list[tuple[Slot, float]] = []
-            for address, slot, header in reversed(list(zip(addresses, slots, headers, strict=True))):
-                wanted = self._saving.get(address) == slot  # False: dropped meanwhile, and perhaps being saved again
-                hints = NO_HINTS
-                if wanted:
-                    del self._saving[address]
-                    hints = self._hinted.pop(address, NO_HINTS)
-                if header is None or not wanted:
-                    self._history.went([address], Reason.SAVE_DROPPED)
-                elif self._clearing.stale(lot_of(header)):
-                    self._history.went([address], Reason.CLEARED)
-                elif self._arena.show(slot, address, header, now, hints.priority):
-                    self._history.came(address)
-                    shown.append((slot, address))
-                    if hints.pin_seconds:
-                        pinned.append((slot, hints.pin_seconds))
-            for slot, seconds in reversed(pinned):
-                self._dram.pins_refused(self._arena.pins.pin([slot], now + seconds, now))
-            for slot, address in reversed(shown):
-                self._demoter.owe_new(slot, address)
-            self._arena.pool.release(slots, now)
-            self._demoter.keep_reserve(self._held())
-
-    def _held(self) -> int:
-        """Slots that are neither free nor evictable for a while."""
-        return self._promoter.reserved + sum(map(len, self._loading.values())) + len(self._saving)
+        return self._copies.save(span, source, after, hints=hints)
 
     def drop(self, span: Span, reason: Reason) -> None:
         addresses = self.geometry.addresses(span)
@@ -402,8 +144,7 @@ class TieredStore(Store):
                 if slot is not None:
                     self._arena.drop(slot, evicted=False)
                     self._arena.pool.release([slot], self._clock())
-                self._saving.pop(address, None)
-                self._hinted.pop(address, None)
+                self._copies.forget(address)
                 self._promoter.arrivals.drop(address, reason)
                 self._history.refuse(address, reason)
             for tier in self._tiers:
@@ -483,7 +224,7 @@ class TieredStore(Store):
             self._arena.pins.expire(self._clock())
             for match in list(self._promoter.matches.values()):
                 self._promoter.advance(match)
-            self._demoter.keep_reserve(self._held())
+            self._demoter.keep_reserve(self._copies.occupied)
             flush = self._clock() >= self._recency_due
             if flush:
                 self._recency_due = self._clock() + RECENCY_SECONDS
@@ -515,7 +256,7 @@ class TieredStore(Store):
             waiting = {tier.name: len(self._demoter.outboxes[tier.name].slots) for tier in self._tiers}
             live, reserved = len(self._promoter.matches), self._promoter.reserved
             arriving = Counter(arrival.tier.name for arrival in self._promoter.arrivals.arriving.values())
-            saving, loading = len(self._saving), sum(map(len, self._loading.values()))
+            saving, loading = self._copies.saving, self._copies.loading
             owing = self._arena.owing_count
             now = self._clock()
             pinned = {DRAM: len(self._arena.pins), **{tier.name: tier.pinned(now) for tier in self._tiers}}
@@ -565,13 +306,13 @@ class TieredStore(Store):
             expected = [0] * self._arena.pool.capacity
             held: list[Iterable[Slot]] = [match.held.tolist() for match in self._promoter.matches.values()]
             held += [outbox.slots for outbox in self._demoter.outboxes.values()]
-            held += [*self._loading.values(), self._saving.values(), self._arena.quarantined]
+            held += [*self._copies.held(), self._arena.quarantined]
             held.append(arrival.slot for arrival in self._promoter.arrivals.arriving.values())
             for slots in held:
                 for slot in slots:
                     expected[slot] += 1
             idle = self._workers.idle and all(tier.workers.idle for tier in self._tiers)
-            settled = idle and not self._loading and not self._saving
+            settled = idle and not self._copies.loading and not self._copies.saving
             found += lease_faults(DRAM, self._arena.pool, expected, settled=settled)
             if self._promoter.reserved != sum(match.reserved for match in self._promoter.matches.values()):
                 found.append("slots reserved for matches do not add up")

@@ -28,6 +28,7 @@ from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import Arena
+from kvtier.store.parts import Parts
 from kvtier.store.store import TieredStore
 from kvtier.testing.blocks import GEOMETRY, IDENTITY
 from kvtier.testing.faults import Fault, wrapped
@@ -215,19 +216,9 @@ class TieredRig(Rig):
             lock,
             self.clock,
         )
-        self.store = TieredStore(
-            GEOMETRY,
-            self.arena,
-            metrics.tier("dram"),
-            [self.nvme, shared],
-            above,
-            OpenGate(),
-            lock,
-            verify=Verify.ALWAYS,
-            clock=self.clock,
-            keeper=False,
-            identity=IDENTITY,
-        )
+        dram = metrics.tier("dram")
+        parts = Parts(GEOMETRY, self.arena, dram, (self.nvme, shared), above, OpenGate(), lock, IDENTITY, self.clock)
+        self.store = TieredStore(parts, verify=Verify.ALWAYS, keeper=False)
 
     def run_one(self, choose: Callable[[int], int]) -> bool:
         return self.hand.run_one(choose)

@@ -61,6 +61,10 @@ class Workers:
             return True
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def queued(self) -> int:
         return sum(len(queue) for queue in self._queues)
 

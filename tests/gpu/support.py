@@ -25,6 +25,7 @@ from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
+from kvtier.store.parts import Parts
 from kvtier.store.store import TieredStore
 from kvtier.transfer.workers import Workers
 
@@ -67,16 +68,9 @@ def make_store(dram: DramMedium) -> TieredStore:
     """A store over DRAM alone, with the threads that ``open_store`` gives it."""
     layout = IDENTITY.layout
     geometry = Geometry(Shard(), layout.fingerprint(), dram.slot_bytes, BLOCK)
-    return TieredStore(
-        geometry,
-        Arena(dram, LruPolicy(dram.slots)),
-        Metrics().tier("dram"),
-        [],
-        Workers("dram", 2),
-        OpenGate(),
-        threading.Lock(),
-        copier=ThreadPoolExecutor(1),
-    )
+    arena = Arena(dram, LruPolicy(dram.slots))
+    parts = Parts(geometry, arena, Metrics().tier("dram"), (), Workers("dram", 2), OpenGate(), threading.Lock())
+    return TieredStore(parts, copier=ThreadPoolExecutor(1))
 
 
 def make_hbm(slots: int, layers: int = 32, device: str = "cuda") -> HbmMedium:

@@ -23,6 +23,7 @@ from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import Arena
 from kvtier.store.geometry import Geometry
+from kvtier.store.parts import Parts
 from kvtier.store.records import identity_text
 from kvtier.store.store import TieredStore
 from kvtier.testing.blocks import GEOMETRY, IDENTITY, EngineMemory, chain, content, filled, span
@@ -154,19 +155,8 @@ def make_bench(
                 "shared", options, shared, codec_named(codec), hand.add("shared"), metrics.tier("shared"), lock, clock
             )
         )
-    store = TieredStore(
-        geometry,
-        arena,
-        metrics.tier("dram"),
-        tiers,
-        above,
-        gate or OpenGate(),
-        lock,
-        verify=verify,
-        clock=clock,
-        keeper=False,
-        identity=identity,
-    )
+    parts = Parts(geometry, arena, metrics.tier("dram"), tuple(tiers), above, gate or OpenGate(), lock, identity, clock)
+    store = TieredStore(parts, verify=verify, keeper=False)
     for tier in tiers:
         tier.greet(identity.digest(), identity_text(identity))
     return Bench(store, arena, tiers, hand, metrics, clock)

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from functools import partial
 
-from kvtier.abc.audit import Auditor, FaultKind, Finding, Progress
+from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
 from kvtier.codec.audit import Flaw, payload_flaw, read_value
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
 from kvtier.errors import ConfigError
@@ -44,7 +44,7 @@ class FolderAuditor(Auditor):
                         unfinished += TEMPORARY.fullmatch(name) is not None
                         if not TEMPORARY.fullmatch(name):
                             place = f"{folder}/{name}"
-                            yield Finding(FaultKind.FOREIGN_FILE, place, "is not kvtier's; it is left as it is")
+                            yield Finding(FindingKind.FOREIGN_FILE, place, "is not kvtier's; it is left as it is")
                     elif int(found[2]) < self._generation:
                         hidden += 1
                     elif (flaw := self._flaw(f"{folder}/{name}", bytes.fromhex(found[1]))) is not None:
@@ -70,9 +70,9 @@ class FolderAuditor(Auditor):
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                return Flaw(FaultKind.FOREIGN_FILE, "is no file; it is left as it is", ours=False)
+                return Flaw(FindingKind.FOREIGN_FILE, "is no file; it is left as it is", ours=False)
             if status.st_size > HEADER_BYTES + MAX_PAYLOAD_BYTES:
-                return Flaw(FaultKind.UNDECODABLE, f"{status.st_size} bytes, which no frame has")
+                return Flaw(FindingKind.UNDECODABLE, f"{status.st_size} bytes, which no frame has")
             value = memoryview(os.pread(descriptor, status.st_size, 0))
         finally:
             os.close(descriptor)

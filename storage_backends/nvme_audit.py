@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtier.abc.audit import Auditor, FaultKind, Finding, Progress
+from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
 from kvtier.codec.audit import Flaw, has_magic, payload_flaw, read_header
 from kvtier.codec.frame import PLAIN, FrameHeader
 from kvtier.errors import ConfigError
@@ -70,7 +70,7 @@ class NvmeAuditor(Auditor):
         strides = sorted(filter(None, (stride_of(path.name) for path in self._directory.iterdir())))
         rows: dict[int, dict[int, _Row]] = defaultdict(dict)
         freed: set[tuple[int, int]] = set()
-        index_lost = self._index_fault(bool(strides))
+        index_lost = self._index_finding(bool(strides))
         if index_lost is not None:
             yield index_lost
         elif (self._directory / DATABASE).exists():
@@ -81,13 +81,13 @@ class NvmeAuditor(Auditor):
         for stride in sorted(rows.keys() - strides):
             for row in rows[stride].values():
                 detail = f"the index names block {_short(row.address)} here; there is no {file_name(stride)}"
-                yield Finding(FaultKind.ORPHAN_ROW, row.place, detail, partial(self._forget, stride, row.slot))
+                yield Finding(FindingKind.ORPHAN_ROW, row.place, detail, partial(self._forget, stride, row.slot))
         todo = {stride: sorted({*self._file(stride).used_slots(), *rows[stride]}) for stride in strides}
         total = sum(map(len, todo.values()))
         for stride, slots in todo.items():
             for slot in slots:
-                unnamed_is_fault = index_lost is None and (stride, slot) not in freed
-                yield from self._slot(stride, slot, rows[stride].get(slot), unnamed_is_fault)
+                unnamed_is_wrong = index_lost is None and (stride, slot) not in freed
+                yield from self._slot(stride, slot, rows[stride].get(slot), unnamed_is_wrong)
                 self.looked_at += 1
                 progress(self.looked_at, total)
         held = held_bytes(self._directory)
@@ -95,7 +95,7 @@ class NvmeAuditor(Auditor):
             detail = (
                 f"the file system counts {rounded_bytes(held)}, the budget is {rounded_bytes(self._params.capacity)}"
             )
-            yield Finding(FaultKind.WRONG_BYTES, str(self._directory), detail, self._reopen)
+            yield Finding(FindingKind.WRONG_BYTES, str(self._directory), detail, self._reopen)
 
     def close(self) -> None:
         for journal in self._journals.values():
@@ -112,34 +112,34 @@ class NvmeAuditor(Auditor):
     def _foreign(self) -> Iterator[Finding]:
         for name in foreign_names(self._directory):
             yield Finding(
-                FaultKind.FOREIGN_FILE,
+                FindingKind.FOREIGN_FILE,
                 str(self._directory / name),
                 "is not kvtier's, and no tier opens beside it",
                 partial(self._set_aside, name),
             )
 
-    def _index_fault(self, slots_are_there: bool) -> Finding | None:
+    def _index_finding(self, slots_are_there: bool) -> Finding | None:
         """Why the index cannot be read; a directory without slots needs none."""
         path = self._directory / DATABASE
         rebuild = partial(Finding, place=str(path), repair=self._reopen)
         if not path.exists():
-            return rebuild(FaultKind.LOST_INDEX, detail="there is no index") if slots_are_there else None
+            return rebuild(FindingKind.LOST_INDEX, detail="there is no index") if slots_are_there else None
         try:
             with closing(sqlite3.connect(path)) as database:
                 (schema,) = database.execute("PRAGMA user_version").fetchone()
                 if schema != SCHEMA:
                     detail = f"the index has schema {schema}, this build has {SCHEMA}"
-                    return rebuild(FaultKind.OLD_SCHEMA, detail=detail)
+                    return rebuild(FindingKind.OLD_SCHEMA, detail=detail)
                 (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
                 if found == "ok":
                     twice = database.execute(_TWICE).fetchone()
                     if twice is not None:
                         detail = f"names slot {twice[1]} of {file_name(twice[0])} twice"
-                        return rebuild(FaultKind.DOUBLE_SLOT, detail=detail)
+                        return rebuild(FindingKind.DOUBLE_SLOT, detail=detail)
                     look_through(database)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             found = str(error)
-        return rebuild(FaultKind.LOST_INDEX, detail=found) if found != "ok" else None
+        return rebuild(FindingKind.LOST_INDEX, detail=found) if found != "ok" else None
 
     def _read_index(self) -> tuple[list[_Row], set[tuple[int, int]]]:
         """All rows, and the slots that were freed and may still hold a whole frame."""
@@ -157,39 +157,39 @@ class NvmeAuditor(Auditor):
             first = newest.setdefault(row.address, row)
             if first is not row:
                 detail = f"the index has block {_short(row.address)} here and in {first.place}"
-                yield Finding(FaultKind.DOUBLE_SLOT, row.place, detail, partial(self._drop, row.stride, row.slot))
+                yield Finding(FindingKind.DOUBLE_SLOT, row.place, detail, partial(self._drop, row.stride, row.slot))
 
-    def _slot(self, stride: int, slot: int, row: _Row | None, unnamed_is_fault: bool) -> Iterator[Finding]:
+    def _slot(self, stride: int, slot: int, row: _Row | None, unnamed_is_wrong: bool) -> Iterator[Finding]:
         frame = memoryview(self._file(stride).head(slot, stride))
         header = read_header(frame, PLAIN)
         named = f"block {_short(row.address)}" if row is not None else "no block"
         drop = partial(self._drop, stride, slot)
-        fault = partial(Finding, place=_place(stride, slot), repair=drop)
+        finding = partial(Finding, place=_place(stride, slot), repair=drop)
         if isinstance(header, Flaw):
             if row is not None and not has_magic(frame):
-                yield fault(FaultKind.ORPHAN_ROW, detail=f"the index names {named}, the slot holds no frame")
-            elif row is not None or (unnamed_is_fault and header.kind is FaultKind.OLD_SCHEMA):
-                yield fault(header.kind, detail=header.detail, repair=drop if header.ours else None)
+                yield finding(FindingKind.ORPHAN_ROW, detail=f"the index names {named}, the slot holds no frame")
+            elif row is not None or (unnamed_is_wrong and header.kind is FindingKind.OLD_SCHEMA):
+                yield finding(header.kind, detail=header.detail, repair=drop if header.ours else None)
             return  # a torn or unreadable frame that nothing names is a free slot
         self.sealed += bool(header.nonce)
         flaw = _class_flaw(header, stride) or payload_flaw(header, frame[PAGE_BYTES:], PLAIN)
         found = address(header.key, header.shard)
         if flaw is not None:
             if row is not None:
-                yield fault(flaw.kind, detail=f"{flaw.detail} ({named})")
+                yield finding(flaw.kind, detail=f"{flaw.detail} ({named})")
         elif row is None:
-            if unnamed_is_fault:
+            if unnamed_is_wrong:
                 detail = f"holds block {_short(found)}, which the index does not name here"
-                yield fault(FaultKind.ORPHAN_SLOT, detail=detail, repair=partial(self._settle, stride, slot))
+                yield finding(FindingKind.ORPHAN_SLOT, detail=detail, repair=partial(self._settle, stride, slot))
         elif found != row.address:
             detail = f"the index names {named}, the header names block {_short(found)}"
-            yield fault(FaultKind.ORPHAN_ROW, detail=detail, repair=partial(self._settle, stride, slot))
+            yield finding(FindingKind.ORPHAN_ROW, detail=detail, repair=partial(self._settle, stride, slot))
         else:
             told = (address(header.parent, header.shard), header.depth, header.tenant)
             if (row.parent, row.depth, row.tenant) != told:
                 detail = f"parent, depth or tenant of {named} are not its frame's"
                 repair = partial(self._settle, stride, slot, row.used)
-                yield fault(FaultKind.WRONG_ROW, detail=detail, repair=repair)
+                yield finding(FindingKind.WRONG_ROW, detail=detail, repair=repair)
 
     def _forget(self, stride: int, slot: int) -> str:
         """Delete the slot's rows."""
@@ -251,7 +251,7 @@ class NvmeAuditor(Auditor):
 def _class_flaw(header: FrameHeader, stride: int) -> Flaw | None:
     needed = PAGE_BYTES + -(-header.payload_bytes // PAGE_BYTES) * PAGE_BYTES
     if header.codec == 0 and needed != stride:
-        return Flaw(FaultKind.WRONG_BYTES, f"a frame of {needed} bytes in a slot of {stride}")
+        return Flaw(FindingKind.WRONG_BYTES, f"a frame of {needed} bytes in a slot of {stride}")
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvtier.abc.audit import Auditor, FaultKind, Finding, Progress
+from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
 from kvtier.codec.audit import Flaw, payload_flaw, read_value
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
 from kvtier.key import Address
@@ -69,24 +69,24 @@ class RedisAuditor(Auditor):
     def _name(self, name: bytes, kind: bytes, ttl: int) -> Iterator[Finding]:
         if name == CLEAR or name.startswith(ABOUT):
             if kind != b"hash":
-                yield Finding(FaultKind.FOREIGN_NAME, _shown(name), f"is a {kind.decode()}, ours is a hash")
+                yield Finding(FindingKind.FOREIGN_NAME, _shown(name), f"is a {kind.decode()}, ours is a hash")
             return
         ours = next(parsed(name), None) if name.startswith(PREFIX) else None
         if ours is None or kind != b"string":
             what = "has a name that kvtier gives nothing" if ours is None else f"is a {kind.decode()}, ours are strings"
-            yield Finding(FaultKind.FOREIGN_NAME, _shown(name), f"{what}; it is left as it is")
+            yield Finding(FindingKind.FOREIGN_NAME, _shown(name), f"{what}; it is left as it is")
             return
         flaw = self._flaw(name, ours[1])
         if flaw is not None:
             repair = partial(self._delete, name) if flaw.ours else None
             yield Finding(flaw.kind, _shown(name), flaw.detail, repair)
         elif ttl == _NEVER_EXPIRES:
-            yield Finding(FaultKind.NO_TTL, _shown(name), "would stay for ever", partial(self._expire, name))
+            yield Finding(FindingKind.NO_TTL, _shown(name), "would stay for ever", partial(self._expire, name))
 
     def _flaw(self, name: bytes, block: Address) -> Flaw | None:
         size = int(self._wire.call("STRLEN", name))
         if size > MAX_PAYLOAD_BYTES:
-            return Flaw(FaultKind.UNDECODABLE, f"{size} bytes, which no frame has")
+            return Flaw(FindingKind.UNDECODABLE, f"{size} bytes, which no frame has")
         room = memoryview(bytearray(size))
         (came,) = self._wire.get_all([(name, [room])])
         if isinstance(came, Exception):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
-class FaultKind(enum.Enum):
+class FindingKind(enum.Enum):
     """What is wrong with a place."""
 
     ORPHAN_ROW = "orphan row"
@@ -46,7 +46,7 @@ class FaultKind(enum.Enum):
 class Finding:
     """One fault of one place."""
 
-    kind: FaultKind
+    kind: FindingKind
     place: str
     detail: str
     repair: Callable[[], str] | None = field(default=None, compare=False, repr=False)

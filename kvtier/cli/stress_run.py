@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtier.abc.audit import FaultKind
+from kvtier.abc.audit import FindingKind
 from kvtier.errors import ConfigError
 from kvtier.registry import plan_tier
 from kvtier.store.audit import audit_tier
@@ -222,9 +222,9 @@ class Run:
         """What an audit of the tiers at rest finds, but for what the faults themselves have planted."""
         planted = set()
         if self.verdict.faults.get("flip-file") or self.verdict.faults.get("flip-redis"):
-            planted.add(FaultKind.FLIPPED_BIT)
+            planted.add(FindingKind.FLIPPED_BIT)
         if self.verdict.faults.get("kill"):
-            planted.add(FaultKind.ORPHAN_SLOT)  # written, and killed before the row was
+            planted.add(FindingKind.ORPHAN_SLOT)  # written, and killed before the row was
         found = []
         for tier in json.loads(self._plan.read_text(encoding="utf-8"))["tiers"]:
             audited = audit_tier(plan_tier(TierUrl.parse(tier)), _unseen, fix=False, most=1_000_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from kvtier.abc.audit import FaultKind
+from kvtier.abc.audit import FindingKind
 from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, SEALED, FrameHeader, Summer
 from kvtier.errors import CorruptFrame
 from kvtier.key import address
@@ -17,7 +17,7 @@ _BEGIN = struct.Struct(f"<{len(MAGIC)}sHH")
 class Flaw:
     """Why bytes are not a frame that proves."""
 
-    kind: FaultKind
+    kind: FindingKind
     detail: str
     ours: bool = True
     """False where another configuration may well prove them: they are not to be deleted."""
@@ -26,18 +26,18 @@ class Flaw:
 def read_header(page: memoryview, summer: Summer) -> FrameHeader | Flaw:
     """The header in the first 512 bytes of ``page``, or what is wrong with it."""
     if len(page) < HEADER_BYTES or not has_magic(page):
-        return Flaw(FaultKind.UNDECODABLE, f"not a frame: begins with {bytes(page[: len(MAGIC)])!r}")
+        return Flaw(FindingKind.UNDECODABLE, f"not a frame: begins with {bytes(page[: len(MAGIC)])!r}")
     _, version, flags = _BEGIN.unpack_from(page)
     try:
         return FrameHeader.parse(page, summer)
     except CorruptFrame as wrong:
         if version < FRAME_VERSION:
-            return Flaw(FaultKind.OLD_SCHEMA, str(wrong))
+            return Flaw(FindingKind.OLD_SCHEMA, str(wrong))
         if version > FRAME_VERSION:
-            return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
+            return Flaw(FindingKind.UNDECODABLE, str(wrong), ours=False)
         if flags & ~SEALED != summer.flags:
-            return Flaw(FaultKind.UNDECODABLE, str(wrong), ours=False)
-        return Flaw(FaultKind.FLIPPED_BIT, str(wrong), ours=not summer.flags)
+            return Flaw(FindingKind.UNDECODABLE, str(wrong), ours=False)
+        return Flaw(FindingKind.FLIPPED_BIT, str(wrong), ours=not summer.flags)
 
 
 def read_value(value: memoryview, block: bytes, summer: Summer) -> FrameHeader | Flaw:
@@ -46,10 +46,10 @@ def read_value(value: memoryview, block: bytes, summer: Summer) -> FrameHeader |
     if isinstance(header, Flaw):
         return header
     if address(header.key, header.shard) != block:
-        return Flaw(FaultKind.WRONG_NAME, f"its frame names block {header.key[:8].hex()}")
+        return Flaw(FindingKind.WRONG_NAME, f"its frame names block {header.key[:8].hex()}")
     if len(value) > HEADER_BYTES + header.payload_bytes:
         more = len(value) - HEADER_BYTES - header.payload_bytes
-        return Flaw(FaultKind.WRONG_BYTES, f"{more} bytes more than its frame says")
+        return Flaw(FindingKind.WRONG_BYTES, f"{more} bytes more than its frame says")
     return header
 
 
@@ -61,14 +61,14 @@ def payload_flaw(header: FrameHeader, payload: memoryview, summer: Summer) -> Fl
     """What is wrong with a payload; ``payload`` is all that the place has behind the header, or holds."""
     if header.codec == 0 and header.payload_bytes != header.raw_bytes:
         return Flaw(
-            FaultKind.WRONG_BYTES, f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}"
+            FindingKind.WRONG_BYTES, f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}"
         )
     if header.payload_bytes > len(payload):
         return Flaw(
-            FaultKind.WRONG_BYTES, f"the frame says {header.payload_bytes} bytes of payload, {len(payload)} are there"
+            FindingKind.WRONG_BYTES, f"the frame says {header.payload_bytes} bytes of payload, {len(payload)} are there"
         )
     if header.nonce:  # only who has the key can prove it
         return None
     if summer.of(payload[: header.payload_bytes]) != header.stored:
-        return Flaw(FaultKind.FLIPPED_BIT, "the payload's sum does not match")
+        return Flaw(FindingKind.FLIPPED_BIT, "the payload's sum does not match")
     return None

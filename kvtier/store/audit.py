@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvtier.abc.audit import FaultKind, Finding, Progress
+from kvtier.abc.audit import Finding, FindingKind, Progress
 from kvtier.errors import KvtierError
 from kvtier.pool import BlockPool, Slot
 from kvtier.registry import TierPlan
@@ -78,6 +78,6 @@ def lease_faults(tier: str, pool: BlockPool, held: Sequence[int], *, settled: bo
     for number, count in enumerate(held):
         references = pool.references(Slot(number))
         if references < count or (settled and references > count):
-            kind = FaultKind.LEAKED_LEASE.value if references > count else "lost lease"
+            kind = FindingKind.LEAKED_LEASE.value if references > count else "lost lease"
             found.append(f"{kind}: {tier} slot {number} has {references} references, {count} are held")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 from typing import NewType
@@ -48,7 +49,10 @@ def parse_seconds(text: str) -> Seconds:
     parts = _parts(text)
     if parts is None or parts[1] not in _DURATIONS:
         raise ValueError(f"{text!r} is not a duration; write seconds or a number with us, ms, s, m, h or d")
-    return Seconds(float(parts[0] * _DURATIONS[parts[1]]))
+    seconds = float(parts[0] * _DURATIONS[parts[1]])
+    if not math.isfinite(seconds):
+        raise ValueError(f"{text[:20]!r}... is longer than any time")
+    return Seconds(seconds)
 
 
 def counted(count: int, noun: str) -> str:

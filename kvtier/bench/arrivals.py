@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvtier.bench.goodput import MOST_RATE
 from kvtier.errors import ConfigError
 from kvtier.sim.traces import Reference, Trace
 
@@ -23,6 +24,8 @@ except ImportError as error:
 
 TOGETHER = 64
 """Requests that are taken from a trace at a time."""
+MOST_TOKENS = 1 << 22
+"""Of one prompt, and of all shared beginnings together."""
 
 _COMMON = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you "
@@ -56,6 +59,8 @@ def words(rng: random.Random, count: int) -> list[str]:
 
 def ids_below(vocab: int) -> Spell:
     """Token ids below ``vocab``, for servers without a tokenizer."""
+    if vocab < 1:
+        raise ConfigError(f"--token-ids {vocab}: there are no ids below that")
 
     def drawn(rng: random.Random, count: int) -> list[int]:
         return [rng.randrange(vocab) for _ in range(count)]
@@ -79,6 +84,8 @@ class MadeUp:
             raise ConfigError("prompts, outputs and prefixes are at least 1 token or piece")
         if self.shared_tokens > self.prompt_tokens:
             raise ConfigError(f"{self.shared_tokens} shared tokens are more than the {self.prompt_tokens} of a prompt")
+        if max(self.prompt_tokens, self.shared_tokens * self.prefixes, self.prefixes) > MOST_TOKENS:
+            raise ConfigError(f"a prompt, and the beginnings together, have at most {MOST_TOKENS:,} tokens")
 
     async def prompts(self, spell: Spell, seed: int) -> AsyncIterator[Prompt]:
         """Without end."""
@@ -110,18 +117,32 @@ class OfTrace:
         def block(name: bytes) -> list[str] | list[int]:
             return spell(random.Random(name + seed.to_bytes(8, "little")), size)
 
-        references = iter(self.trace)
-        while some := await _drawn(references):
+        references, broken = iter(self.trace), None
+        while broken is None:
+            some, broken = await _drawn(references)
+            if not some and broken is None:
+                return
             for each in some:
                 tokens = max(1, each.input_tokens // self.shrink)
+                if tokens > MOST_TOKENS:
+                    raise ConfigError(
+                        f"{self.trace.path}: a prompt of {tokens:,} tokens at {each.time_s:g} s; --shrink makes them smaller"
+                    )
                 shared = [block(bytes(name)) for name in each.chain[: tokens // size]]
                 rest = spell(rng, max(0, tokens - size * len(shared)))
                 yield Prompt(_joined([*shared, rest]), max(1, each.output_tokens // self.shrink), each.time_s)
+        raise broken
 
 
 @aiofiles.os.wrap  # type: ignore[untyped-decorator]  # it ships no types
-def _drawn(references: Iterator[Reference]) -> list[Reference]:
-    return list(itertools.islice(references, TOGETHER))
+def _drawn(references: Iterator[Reference]) -> tuple[list[Reference], ConfigError | None]:
+    """What comes next, and what is wrong with the line behind it."""
+    drawn: list[Reference] = []
+    try:
+        drawn.extend(itertools.islice(references, TOGETHER))  # what comes before it raises is kept
+    except ConfigError as broken:
+        return drawn, broken
+    return drawn, None
 
 
 def _joined(pieces: list[list[str] | list[int]]) -> str | list[int]:
@@ -137,7 +158,7 @@ class Poisson:
     """Requests per second."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate < 1e6:
+        if not 0 < self.rate < MOST_RATE:
             raise ConfigError(f"a rate of {self.rate:g} requests per second cannot be sent")
 
     def times(self, seed: int) -> Callable[[Prompt], float]:

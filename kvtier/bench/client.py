@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import ssl
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 
 clock = time.perf_counter
 _MOST_REFUSAL_BYTES = 4096
+_MOST_LIST_BYTES = 4 << 20
 _PREFLIGHT_SECONDS = 10.0
+_END_SECONDS = 0.2
+"""From the last event to the end of the response; a connection that takes longer is not used again."""
+MOST_PIECES = 1 << 20
+"""Of one answer: more is no answer to a request with a limit."""
 
 
 class Client:
@@ -47,6 +53,7 @@ class Client:
             headers["authorization"] = f"Bearer {self._access.key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=_trusted(self._access)),
+            cookie_jar=aiohttp.DummyCookieJar(),  # requests are to be independent, also for who balances load by cookies
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self._timeout),
         )
@@ -64,19 +71,24 @@ class Client:
 
     async def model(self) -> str:
         """The first model that the server names. Raises ``ConfigError`` where it is not there, or refuses."""
+        wait = min(self._timeout, _PREFLIGHT_SECONDS)
         try:
-            wait = aiohttp.ClientTimeout(total=min(self._timeout, _PREFLIGHT_SECONDS))
-            async with self._opened.get(f"{self.base}/models", timeout=wait) as answer:
+            async with self._opened.get(
+                f"{self.base}/models", timeout=aiohttp.ClientTimeout(total=wait), allow_redirects=False
+            ) as answer:
                 if answer.status != 200:
                     raise ConfigError(f"{self.base}: {await self._refusal(answer)}")
-                listed = await answer.json(content_type=None)
-            return str(listed["data"][0]["id"])
+                listed = _parsed(await _up_to(answer, _MOST_LIST_BYTES))
+            name = listed["data"][0]["id"]
+            if not isinstance(name, str) or not name.isprintable():
+                raise TypeError(name)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-            raise ConfigError(f"{self.base}: {self._why(failed)}") from None
+            raise ConfigError(f"{self.base}: {self._why(failed, wait)}") from None
         except (ValueError, LookupError, TypeError):
             raise ConfigError(
                 f"{self.base}/models: no list of models came; is this an OpenAI-compatible server?"
             ) from None
+        return name
 
     def body(self, model: str, prompt: str | list[int], output_tokens: int) -> bytes:
         """The request for a stream with its usage. Raises ``ConfigError`` where the endpoint takes no token ids."""
@@ -92,80 +104,133 @@ class Client:
         """Send ``body`` and note in ``call`` what comes; nothing is raised but a cancellation."""
         call.sent = clock()
         try:
-            async with self._opened.post(self._url, data=body) as answer:
+            async with self._opened.post(self._url, data=body, allow_redirects=False) as answer:
                 if answer.status != 200:
                     call.fault = await self._refusal(answer)
                 elif answer.content_type != "text/event-stream":
-                    call.fault = f"answered {answer.content_type or 'nothing'}, and no stream of events"
+                    call.fault = f"answered {self._line(answer.content_type) or 'nothing'}, and no stream of events"
                 else:
                     await self._read(answer, call)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-            call.fault = ("cut off mid-stream: " if call.times else "") + self._why(failed)
+            call.fault = ("cut off mid-stream: " if call.times else "") + self._why(failed, self._timeout)
         except (ValueError, LookupError, TypeError, AttributeError) as wrong:
-            call.fault = f"an event is not what the API has: {type(wrong).__name__}"
-        call.ended = clock()
+            call.fault = f"an event is not what the API has: {self._line(str(wrong) or type(wrong).__name__)}"
+        if call.ended is None:
+            call.ended = clock()
 
     async def _read(self, answer: aiohttp.ClientResponse, call: Call) -> None:
-        stream, done = EventStream(), False
+        stream = EventStream()
         async for data in answer.content.iter_any():
-            now = clock()
-            for payload in stream.feed(data):
-                if payload == b"[DONE]":
-                    done = True
-                else:
-                    self._note(json.loads(payload), call, now)
-        if not done and call.fault is None:
+            if self._noted(stream.feed(data), call, clock()):
+                if call.fault is None and not answer.content.at_eof():
+                    with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError):
+                        await asyncio.wait_for(answer.content.readany(), _END_SECONDS)
+                return
+        if stream.end() == [b"[DONE]"]:
+            call.ended = clock()
+        else:
             call.fault = "the stream ended before its end"
+
+    def _noted(self, payloads: list[bytes], call: Call, now: float) -> bool:
+        """Whether that was all: the stream's last event is among them, or one that says that it has failed."""
+        for payload in payloads:
+            if payload == b"[DONE]":
+                call.ended = now
+                return True
+            self._note(_parsed(payload), call, now)
+            if call.fault is not None:
+                return True
+        return False
 
     def _note(self, chunk: dict[str, Any], call: Call, now: float) -> None:
         if chunk.get("error"):
             call.fault = f"failed mid-stream: {self._said(chunk)}"
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or choice
-            if delta.get("content") or delta.get("text") or delta.get("reasoning_content") or delta.get("tool_calls"):
+            if any(delta.get(kind) for kind in _TEXTS):
+                if len(call.times) == MOST_PIECES:
+                    raise ValueError(f"more than {MOST_PIECES:,} pieces")
                 call.times.append(now)
         usage = chunk.get("usage")
         if usage:
-            call.completion_tokens, call.prompt_tokens = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
-            call.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+            call.completion_tokens, call.prompt_tokens = (
+                _count(usage["completion_tokens"]),
+                _count(usage["prompt_tokens"]),
+            )
+            call.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
-        raw = await answer.content.read(_MOST_REFUSAL_BYTES)
-        try:
-            said = self._said(json.loads(raw))
-        except ValueError:
-            said = answer.reason or ""
-        return f"HTTP {answer.status}" + (f": {said}" if said else "")
+        said = answer.reason or ""
+        if answer.status in range(300, 400):
+            said = f"moved to {answer.headers.get('location', 'nowhere')}; --base-url takes the place itself"
+        else:
+            with contextlib.suppress(ValueError):
+                said = self._said(_parsed(await _up_to(answer, _MOST_REFUSAL_BYTES)))
+        return f"HTTP {answer.status}" + (f": {self._line(said)}" if said else "")
 
     def _said(self, answer: object) -> str:
         """The message of an error body: OpenAI's ``{"error": {"message"}}``, or one of its dialects; on one line."""
         error = answer.get("error", answer) if isinstance(answer, dict) else answer
         message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-        return self._hidden(" ".join(str(message or "no message").split())[:200])
+        return self._line(str(message or "no message"))
 
-    def _why(self, failed: BaseException) -> str:
+    def _why(self, failed: BaseException, timeout: float) -> str:
         if isinstance(failed, asyncio.TimeoutError):
-            return f"no answer in {self._timeout:g} s"
+            return f"no answer in {timeout:g} s"
         if isinstance(failed, aiohttp.ClientConnectorCertificateError):
             return f"its certificate is not trusted ({failed.certificate_error}); KVTIER_CA_FILE names what to trust"
+        if isinstance(failed, aiohttp.ClientConnectorSSLError):  # whose number is none of the system's
+            return f"no TLS there: {self._line(str(failed.os_error))}"
         number = getattr(failed, "errno", None)  # asyncio's own words repeat the address
-        known = os.strerror(number) if isinstance(number, int) and number > 0 else str(failed)
-        return self._hidden(known or type(failed).__name__)
+        known = (
+            os.strerror(number) if isinstance(number, int) and number > 0 else getattr(failed, "message", str(failed))
+        )
+        return self._line(str(known)) or type(failed).__name__
 
-    def _hidden(self, text: str) -> str:
-        """A server may send back what it was sent."""
-        return text.replace(self._access.key, "***") if self._access.key else text
+    def _line(self, text: str) -> str:
+        """One line for a terminal, without the key: a server says what it likes, and may send back what it was sent."""
+        hidden = text.replace(self._access.key, "***") if self._access.key else text
+        return "".join(each for each in " ".join(hidden.split()) if each.isprintable())[:200]
+
+
+_TEXTS = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
+"""What a piece may have where it has something."""
+
+
+def _parsed(raw: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Raises ``ValueError``, whatever is wrong with it."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _count(number: Any) -> int:  # noqa: ANN401 - from JSON
+    """A number of tokens. Raises ``ValueError`` or ``TypeError`` for what cannot be one."""
+    if not 0 <= number < 1 << 53:
+        raise ValueError(f"a usage of {number!r:.40} tokens")
+    return int(number)
+
+
+async def _up_to(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, cut off where it is longer."""
+    came = bytearray()
+    async for data in answer.content.iter_any():
+        came += data
+        if len(came) >= most:
+            break
+    return bytes(came[:most])
 
 
 def _base(url: str) -> str:
     """With the version that OpenAI's paths begin with."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.username or parts.password or parts.query:
-        raise ConfigError("--base-url: no user, password or parameters belong there; KVTIER_API_KEY holds the key")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        known = False
+    except ValueError:  # brackets around no address, or a port that is none
+        raise ConfigError("--base-url: give the server's address, such as http://127.0.0.1:8000") from None
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError("--base-url: no user, password or parameters belong there; KVTIER_API_KEY holds the key")
     if not known:
         raise ConfigError(f"--base-url {url}: give the server's address, such as http://127.0.0.1:8000")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"

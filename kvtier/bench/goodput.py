@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
+MOST_RATE = 1e6
+"""Requests per second: more nobody sends, and nobody looks for."""
 
 
 @dataclass(slots=True)
@@ -21,8 +23,9 @@ class Call:
     """One request and its answer. Times are seconds of one clock."""
 
     due: float
-    """When it was to be sent."""
+    """When it was to be sent; where a user asks again when answered, when he was."""
     sent: float = 0.0
+    """Latencies count from here; how much later than due that was is told beside them."""
     ended: float | None = None
     times: array[float] = field(default_factory=lambda: array("d"))
     """When each piece of text came."""
@@ -75,14 +78,17 @@ def summary(calls: Sequence[Call], targets: Targets) -> dict[str, object]:
     met = sum(map(targets.met, calls))
     prompt, cached = sum(call.prompt_tokens for call in calls), sum(call.cached_tokens for call in calls)
     tokens = sum(call.tokens for call in calls)
+    gaps = np.concatenate([np.diff(call.times) for call in well]) if well else np.empty(0)
     return {
         "requests": len(calls),
         "ok": len(well),
+        "without_text": sum(not call.times for call in well),
+        "without_usage": sum(call.completion_tokens is None for call in well),
         "failed": dict(Counter(call.fault for call in calls if call.fault is not None).most_common()),
         "seconds": seconds,
         "ttft_s": _percentiles(call.ttft for call in well),
         "tpot_s": _percentiles(call.tpot for call in well),
-        "itl_s": _percentiles(gap for call in well for gap in np.diff(call.times)),
+        "itl_s": _percentiles(gaps),
         "e2e_s": _percentiles(call.ended - call.sent for call in well if call.ended is not None),
         "requests_per_s": _rate(len(well), seconds),
         "output_tokens_per_s": _rate(tokens, seconds),
@@ -106,8 +112,8 @@ def _rate(count: int, seconds: float) -> float | None:
 
 def _percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
     """Nearest ranks, so that each is a value that was seen; None where nothing was."""
-    seen = [value for value in values if value is not None]
-    if not seen:
+    seen = np.fromiter((value for value in values if value is not None), np.float64)
+    if not len(seen):
         return None
     found = np.percentile(seen, PERCENTILES, method="inverted_cdf")
     return {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, found, strict=True)}
@@ -116,7 +122,7 @@ def _percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
 class RateSearch:
     """The highest rate at which a share of requests still meets the targets, by doubling and then halving the interval.
 
-    It ends after ``most_runs`` runs, or when the interval is narrower than a tenth of the rate.
+    It ends after ``most_runs`` runs, when the interval is narrower than a tenth of the rate, or where it would pass `MOST_RATE`.
     """
 
     def __init__(self, first: float, share: float = 0.9, most_runs: int = 8) -> None:
@@ -149,7 +155,7 @@ class RateSearch:
                 self._next = 2 * max(rate for rate, _ in self.runs)
             else:
                 self._next = broken / 2 if held is None else (held + broken) / 2
-        return self._next
+        return self._next if self._next < MOST_RATE else None
 
     def note(self, rate: float, share: float) -> None:
         """A run at ``rate`` has ended."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier.bench.report import check_file
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ def check_plot(path: Path) -> None:
     """Raise ``ConfigError`` where `line_plot` could not draw into ``path``: before anything is measured for it."""
     if path.suffix not in KINDS:
         raise ConfigError(f"--plot {path}: the name has to end in {' or '.join(KINDS)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: {path.parent} is no folder")
+    check_file("--plot", path)
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 - an extra, and slow to import
     except ImportError as error:

@@ -16,6 +16,9 @@ from kvtier.errors import ConfigError
 Row = Mapping[str, object]
 
 
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
+
+
 class Stopped(Exception):
     """A person, or who runs this process, has asked it to end."""
 
@@ -40,7 +43,7 @@ def stoppable() -> Iterator[Callable[[], None]]:
         if came:
             raise Stopped(came[0])
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in STOPPED_BY}
     try:
         yield proceed
     finally:
@@ -75,8 +78,22 @@ def machine() -> dict[str, object]:
 
 def check_json(path: Path | None) -> None:
     """Raise ``ConfigError`` where a report could not be written, before anything is measured for it."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigError(f"--json {path}: {'a folder' if path.is_dir() else f'{path.parent} is no folder'}")
+    if path is not None:
+        check_file("--json", path)
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Raise ``ConfigError`` where ``path``, which ``flag`` names, could not be written; what is there stays as it is."""
+    try:
+        there = os.path.lexists(path)
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: {'a folder' if path.is_dir() else f'{path.parent} is no folder'}")
+        if path.is_file() or not path.exists():  # a pipe may have nobody yet who reads
+            path.open("ab").close()
+            if not there:
+                path.unlink()
+    except OSError as failed:
+        raise ConfigError(f"{flag} {path}: {failed.strerror}") from None
 
 
 def write_json(path: Path | None, report: Mapping[str, object]) -> None:

@@ -50,7 +50,8 @@ class Sender:
         self.plan = plan
         self.ended: str | None = None
         """Why the last run ended before its time."""
-        self.interrupted = False
+        self.interrupted: int | None = None
+        """By which signal."""
         self.cpu_seconds = 0.0
         """That this process has spent on the last run."""
         self._client, self._model, self._progress = client, model, progress
@@ -60,9 +61,9 @@ class Sender:
         self._sending: list[asyncio.Task[None]] = []
         self._asking: set[asyncio.Task[None]] = set()
 
-    def interrupt(self) -> None:
-        """Send nothing more and give up what is under way; what has been measured stays."""
-        self.interrupted = True
+    def interrupt(self, number: int) -> None:
+        """Send nothing more and give up what is under way, because of a signal; what has been measured stays."""
+        self.interrupted = number
         self._end("interrupted")
         for task in self._asking:
             task.cancel()
@@ -96,8 +97,10 @@ class Sender:
             while count < self.plan.requests:
                 prompt = await anext(self._prompts, None)
                 if prompt is None:
-                    self._prompts = self.plan.source.prompts(self.plan.spell, self.plan.seed)  # for the next run
-                    break
+                    self._prompts = self.plan.source.prompts(self.plan.spell, self.plan.seed)
+                    if count:
+                        break
+                    continue  # the run before has ended with the trace: this one begins it again
                 await written.put((prompt, self._client.body(self._model, prompt.tokens, prompt.output_tokens)))
                 count += 1
         except ConfigError as broken:  # the trace, at some line

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import resource
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,26 @@ from rich.progress import Progress
 from kvtier.bench.arrivals import Arrivals, MadeUp, OfTrace, Poisson, Recorded, Users, ids_below, words
 from kvtier.bench.client import Client
 from kvtier.bench.goodput import Call, RateSearch, Targets, summary
-from kvtier.bench.report import check_json, machine, write_json
+from kvtier.bench.report import STOPPED_BY, check_json, machine, write_json
 from kvtier.bench.sender import Plan, Sender
 from kvtier.config import api_access
 from kvtier.errors import ConfigError
 from kvtier.quantity import parse_seconds
 from kvtier.sim.traces import Sample, open_trace
 
-INTERRUPTED = 130
 LATE_SECONDS, LATE_SHARE = 0.005, 0.1
 """Requests sent later than both, the latter of the median TTFT, make the figures the generator's own."""
+MOST_KINDS = 10
+"""Of failures, that are shown; the JSON has all of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
+        "Latencies count from when a request was sent; how late that was is shown beside them. Users who ask again when "
+        "answered ask a slow server less often: what waits at a given load is seen with --rate or a trace's times. "
         "KVTIER_API_KEY holds the key that the server asks for, KVTIER_CA_FILE the certificates that it is trusted by. "
         "Exit code: 0 where every request was answered, 1 where some were not or the run ended early, 2 where none could "
-        "be sent, 130 after Ctrl-C; what was measured until then is shown."
+        "be sent, 130 after Ctrl-C and 143 after SIGTERM; what was measured until then is shown."
     )
     parser.add_argument("--base-url", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8000")
     parser.add_argument("--model", help="model to ask for (default: the first that the server names)")
@@ -92,9 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     try:
-        return float(parse_seconds(text))
+        seconds = float(parse_seconds(text))
     except ValueError as wrong:
         raise argparse.ArgumentTypeError(str(wrong)) from None
+    if not seconds:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,6 +123,8 @@ def _planned(args: argparse.Namespace) -> Plan:
         source = MadeUp(args.prompt_tokens, args.output_tokens, args.shared_tokens, args.prefixes)
     if args.find_rate and args.users is not None:
         raise ConfigError("--find-rate looks for a rate; leave --users out")
+    if args.most_runs < 1:
+        raise ConfigError(f"--most-runs {args.most_runs}: a rate is found by one run at least")
     arrivals: Arrivals
     if args.rate is not None or args.find_rate:
         arrivals = Poisson(1.0 if args.rate is None else args.rate)
@@ -139,15 +147,19 @@ async def _measured(args: argparse.Namespace, plan: Plan) -> tuple[dict[str, obj
         with _progress(plan.requests) as progress:
             sender = Sender(client, model, plan, progress)
             loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGINT, sender.interrupt)
+            for number in STOPPED_BY:
+                loop.add_signal_handler(number, sender.interrupt, number)
             try:
                 report = await _runs(sender, args, targets)
             finally:
-                loop.remove_signal_handler(signal.SIGINT)
+                for number in STOPPED_BY:
+                    loop.remove_signal_handler(number)
     report = {"url": client.base, "model": model, "seed": plan.seed, **machine(), **report}
     if sender.ended is not None:
         print(f"ended early: {sender.ended}; the figures are of what was sent until then", file=sys.stderr)
-    return report, INTERRUPTED if sender.interrupted else int(sender.ended is not None or bool(report["failed"]))
+    if sender.interrupted is not None:
+        return report, 128 + sender.interrupted
+    return report, int(sender.ended is not None or bool(report["failed"]))
 
 
 @contextlib.contextmanager
@@ -201,8 +213,14 @@ def _shown(sender: Sender, calls: list[Call], arrivals: Arrivals, targets: Targe
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     failed = report["requests"] - report["ok"]
     yield f"{report['arrivals']}: {report['requests']} requests in {report['seconds']:.1f} s, {failed} of them failed"
-    for why, count in report["failed"].items():
+    for why, count in islice(report["failed"].items(), MOST_KINDS):
         yield f"  {count} x {why}"
+    if len(report["failed"]) > MOST_KINDS:
+        yield f"  and others, of {len(report['failed']) - MOST_KINDS} more kinds"
+    if report["without_text"]:
+        yield f"  {report['without_text']} answers had no text: they have no TTFT, and meet no target"
+    if report["without_usage"]:
+        yield f"  {report['without_usage']} answers had no usage: their pieces are counted as tokens"
     for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("inter-token", "itl_s"), ("end to end", "e2e_s")):
         if report[name] is not None:
             yield f"  {title:<12}" + "   ".join(f"{rank} {1e3 * value:.1f} ms" for rank, value in report[name].items())

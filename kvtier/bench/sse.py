@@ -22,6 +22,10 @@ class EventStream:
             raise ValueError(f"an event of more than {MOST_EVENT_BYTES:,} bytes")
         return [payload for event in events if (payload := _payload(event)) is not None]
 
+    def end(self) -> list[bytes]:
+        """The response is over: the payload of a last event that lacks its empty line."""
+        return self.feed(b"\n\n")
+
 
 def _payload(event: bytes) -> bytes | None:
     """Lines of ``data`` joined; None for a comment or an event without any."""

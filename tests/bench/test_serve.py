@@ -21,7 +21,8 @@ import pytest
 
 from kvtier.bench.arrivals import WORDS, MadeUp, OfTrace, Poisson, Recorded, Users, ids_below, words
 from kvtier.bench.client import Client
-from kvtier.bench.goodput import Call, RateSearch, Targets, summary
+from kvtier.bench.goodput import MOST_RATE, Call, RateSearch, Targets, summary
+from kvtier.bench.report import check_json
 from kvtier.bench.sender import GONE_AFTER, Plan, Sender
 from kvtier.bench.sse import MOST_EVENT_BYTES, EventStream
 from kvtier.cli.main import main
@@ -166,7 +167,25 @@ async def test_a_broken_line_ends_the_run_and_keeps_what_was_sent(tmp_path: Path
     async with StubServer() as server:
         sender, calls = await sent(server, source=OfTrace(open_trace(path), shrink=64), arrivals=Recorded())
         assert sender.ended is not None and f"{path}: line 3" in sender.ended and "\n" not in sender.ended
-        assert all(call.ok for call in calls) and len(calls) <= 2
+        assert [call.ok for call in calls] == [True, True], "what stands before that line is sent"
+
+
+async def test_times_that_go_back_and_prompts_beyond_measure_end_the_run(tmp_path: Path) -> None:
+    back = {"timestamp": 10, "input_length": 512, "output_length": 1, "hash_ids": [9]}
+    long = {"timestamp": 90, "input_length": (1 << 53) - 1, "output_length": 1, "hash_ids": []}
+    async with StubServer() as server:
+        for name, last, says in (("back", back, "line 4: its time"), ("long", long, "tokens at 0.09 s; --shrink")):
+            path = write_trace(tmp_path / name, [*MOONCAKE, last])
+            sender, calls = await sent(server, source=OfTrace(open_trace(path), shrink=64), arrivals=Recorded())
+            assert sender.ended is not None and says in sender.ended and str(path) in sender.ended
+            assert [call.ok for call in calls] == [True] * 3
+
+
+async def test_a_trace_that_a_run_ended_with_begins_again_in_the_next(tmp_path: Path) -> None:
+    trace = open_trace(write_trace(tmp_path / "trace.jsonl", MOONCAKE))
+    async with StubServer() as server, Client(server.url, NO_KEY) as client:
+        sender = Sender(client, MODEL, Plan(OfTrace(trace, shrink=64), OFTEN, words, 1, requests=3))
+        assert [len(await sender.run(OFTEN)) for _ in range(3)] == [3, 3, 3]
 
 
 # -- what goes wrong
@@ -180,7 +199,7 @@ FAILURES = {
     "error event": (Reply(error_after=3), "failed mid-stream: the engine has failed", 3),
     "no end": (Reply(unfinished=True), "the stream ended before its end", 4),
     "no stream": (Reply(content_type="text/html"), "answered text/html", 0),
-    "no JSON": (Reply(garbled=True), "an event is not what the API has: JSONDecodeError", 0),
+    "no JSON": (Reply(garbled=True), "an event is not what the API has: Expecting", 0),
     "silence": (Reply(stall=True), "no answer in 0.2 s", 0),
 }
 
@@ -294,6 +313,11 @@ def test_the_search_is_bounded_and_says_what_it_does_not_know() -> None:
         assert len(search.runs) == 5
     assert (always.held, always.broken) == (16.0, None)
     assert (never.held, never.broken) == (None, 1 / 16)
+    fast = RateSearch(MOST_RATE / 3, most_runs=20)
+    while (rate := fast.next_rate()) is not None:
+        Poisson(rate)  # would refuse what cannot be sent
+        fast.note(rate, 1.0)
+    assert (fast.held, len(fast.runs)) == (MOST_RATE / 3 * 2, 2)
 
 
 # -- the command
@@ -363,10 +387,11 @@ def test_a_server_that_dies_in_the_run_leaves_partial_figures(stub_process: Stub
     assert not report["complete"] and "in a row failed" in report["ended"] and report["ok"] > 0
 
 
-def test_ctrl_c_prints_what_there_is(stub_process: StubProcess, tmp_path: Path) -> None:
-    done = _cut_short(stub_process, tmp_path, lambda process: process.send_signal(signal.SIGINT))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_what_there_is(stub_process: StubProcess, tmp_path: Path, number: signal.Signals) -> None:
+    done = _cut_short(stub_process, tmp_path, lambda process: process.send_signal(number))
     report = json.loads((tmp_path / "out.json").read_text())
-    assert done.returncode == 130 and "ended early: interrupted" in done.stderr and "TTFT" in done.stdout
+    assert done.returncode == 128 + number and "ended early: interrupted" in done.stderr and "TTFT" in done.stdout
     assert not report["complete"] and report["ended"] == "interrupted" and report["ok"] > 0
 
 
@@ -390,7 +415,11 @@ def _cut_short(
     [
         (["--base-url", "ftp://x"], "--base-url ftp://x: give the server's address"),
         (["--base-url", "http://user:secret@x"], "KVTIER_API_KEY holds the key"),
-        (["--base-url", "http://x", "--rate", "0"], "a rate of 0 requests per second"),
+        (["--base-url", "http://[::1"], "--base-url: give the server's address"),
+        *(
+            (["--base-url", "http://x", "--rate", rate], f"a rate of {rate} requests")
+            for rate in ("0", "-1", "nan", "inf")
+        ),
         (["--base-url", "http://x", "--users", "0"], "0 users cannot ask"),
         (["--base-url", "http://x", "--requests", "0"], "--requests 0"),
         (["--base-url", "http://x", "--seed", "-1"], "--seed -1"),
@@ -398,6 +427,12 @@ def _cut_short(
         (["--base-url", "http://x", "--token-ids", "9", "--chat"], "a chat endpoint takes no token ids"),
         (["--base-url", "http://x", "--find-rate", "--users", "2"], "leave --users out"),
         (["--base-url", "http://x", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
+        (["--base-url", "http://x", "--json", "/proc/x"], "--json /proc/x: No such file or directory"),
+        (["--base-url", "http://x", "--json", "x" * 300], "File name too long"),
+        (["--base-url", "http://x", "--find-rate", "--most-runs", "0"], "--most-runs 0"),
+        (["--base-url", "http://x", "--token-ids", "0"], "--token-ids 0"),
+        (["--base-url", "http://x", "--prompt-tokens", "999999999"], "at most 4,194,304 tokens"),
+        (["--base-url", "http://x", "--users", "10001"], "10001 users cannot ask"),
         (["--base-url", "http://x", "--trace", "/no/such/trace"], "/no/such/trace"),
     ],
 )
@@ -405,6 +440,26 @@ def test_wrong_settings_are_one_line(flags: list[str], says: str, capsys: pytest
     assert main(["bench", "serve", *flags]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and "secret@" not in err
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--duration", "--ttft-target", "--tpot-target"])
+@pytest.mark.parametrize("value", ["0", "nan", "-1", "9" * 400])
+def test_a_time_is_above_nothing_and_below_infinity(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "serve", "--base-url", "http://x", f"{flag}={value}"])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and flag in err and err.count("\n") == 1
+
+
+def test_a_file_that_is_there_stays_until_there_is_a_report(tmp_path: Path) -> None:
+    """Whether it can be written is seen before the run; neither a byte nor an empty file comes of that."""
+    (tmp_path / "there").write_text("earlier")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("there", "new", "link", "pipe"):
+        check_json(tmp_path / name)
+    assert (tmp_path / "there").read_text() == "earlier" and (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "new").exists()
 
 
 def test_words_are_distinct() -> None:

@@ -19,7 +19,6 @@ import sqlite3
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -31,16 +30,12 @@ import numpy as np
 from kvtier.abc.medium import Record
 from kvtier.codec.frame import HEADER_BYTES, FrameHeader, content_sum
 from kvtier.codec.raw import RawCodec
-from kvtier.config import TierOptions, WriteMode
 from kvtier.key import BlockKey, Origin, Shard, Span, address
-from kvtier.metrics import Metrics
-from kvtier.policy.lru import LruPolicy
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.dram import DramMedium
 from kvtier.storage_backends.nvme import NvmeMedium, SizeClass
-from kvtier.tier.slot import SlotTier
+from kvtier.testing.tiers import lone_tier
 from kvtier.transfer.copy import write_frames
-from kvtier.transfer.workers import Workers
 
 BLOCK_BYTES = 8192
 CHAIN = 500
@@ -94,16 +89,7 @@ def fill(medium: NvmeMedium, blocks: int, seed: int) -> None:
 def restart(directory: Path, capacity: Bytes, blocks: int) -> None:
     """What ``kvtier serve`` does with the directory before the first request."""
     medium = NvmeMedium(directory, BLOCK_BYTES, NvmeMedium.Params(capacity=capacity))
-    tier = SlotTier(
-        "nvme",
-        TierOptions(WriteMode.BACK),
-        medium,
-        RawCodec(),
-        Workers("nvme", 0),
-        Metrics().tier("nvme"),
-        threading.Lock(),
-        LruPolicy(medium.slots),
-    )
+    tier = lone_tier(medium)
     assert tier.pool.ready == blocks, "every block is there again"
     tier.close()
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,16 +18,10 @@ import pytest
 
 from kvtier.abc.medium import Record, Status
 from kvtier.cli import main as cli
-from kvtier.codec.raw import RawCodec
-from kvtier.config import TierOptions, WriteMode
-from kvtier.metrics import Metrics
-from kvtier.policy.lru import LruPolicy
-from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.store.arena import entry_meta
 from kvtier.testing.requirements import require_machine
+from kvtier.testing.tiers import lone_tier
 from kvtier.tier.lower import Parcel
-from kvtier.tier.slot import SlotTier
-from kvtier.transfer.workers import Workers
 
 from .support import Batch
 from .test_nvme import BLOCK, MIB, demoted, opened, promoted
@@ -38,19 +31,6 @@ EACH = 4
 CAPACITY = 6 * MIB
 POINTS = ["after delete", "before payload", "after payload", "after sync", "after commit"]
 """In the order in which a batch passes them; nothing is deleted before slots are reused."""
-
-
-def tier_over(medium: NvmeMedium) -> SlotTier:
-    return SlotTier(
-        "nvme",
-        TierOptions(WriteMode.BACK),
-        medium,
-        RawCodec(),
-        Workers("nvme", 0),
-        Metrics().tier("nvme"),
-        threading.Lock(),
-        LruPolicy(medium.slots),
-    )
 
 
 def parcels(batch: Batch) -> list[Parcel]:
@@ -63,7 +43,7 @@ def parcels(batch: Batch) -> list[Parcel]:
 def write_until_killed(directory: str, point: str, nth: int, reusing: bool) -> None:
     """Put batch after batch, saying after each what is committed by then; die at the ``nth`` pass of ``point``."""
     medium = opened(Path(directory), CAPACITY)
-    tier = tier_over(medium)
+    tier = lone_tier(medium)
     left, number = nth, 0
 
     def at(reached: str) -> None:
@@ -141,7 +121,7 @@ def test_a_kill_at_any_point_loses_nothing_that_was_committed(
             expected = EACH if point == "after commit" else len(found) if nth else 0
             assert sum(there) == expected
     assert whole == len(rows)
-    tier = tier_over(medium)
+    tier = lone_tier(medium)
     for number in range(2000, 2010):
         assert all(outcome.done for outcome in tier.put(parcels(Batch(EACH, BLOCK, seed=number))))
     tier.close()
@@ -150,7 +130,7 @@ def test_a_kill_at_any_point_loses_nothing_that_was_committed(
 
 def test_every_point_of_the_write_path_is_passed_in_order(tmp_path: Path) -> None:
     medium = opened(tmp_path, CAPACITY, threads=1)
-    tier = tier_over(medium)
+    tier = lone_tier(medium)
     passed: list[str] = []
     medium.at = medium.journal.at = passed.append
     assert all(outcome.done for outcome in tier.put(parcels(Batch(2, BLOCK))))
@@ -205,7 +185,7 @@ def cut(index: Path) -> None:
 def test_a_rebuilt_index_knows_all_that_the_lost_one_knew(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     """The tree, the tenants and what clearing asks for; only the recency is the time of writing."""
     medium = opened(tmp_path)
-    tier = tier_over(medium)
+    tier = lone_tier(medium)
     for number in range(8):
         batch = Batch(EACH, BLOCK, seed=number, expires_at=5e9 + number)
         batch.headers = [header._replace(tenant=bytes([number]) * 16) for header in batch.headers]
@@ -216,7 +196,7 @@ def test_a_rebuilt_index_knows_all_that_the_lost_one_knew(tmp_path: Path, spoil:
     again = opened(tmp_path)
     assert known(again.journal.load()) == before
     assert len({row[4] for row in before}) == 8
-    assert tier_over(again).pool.check() == []
+    assert lone_tier(again).pool.check() == []
     again.close()
 
 
@@ -247,7 +227,7 @@ def test_a_disk_that_is_full_to_the_last_byte_costs_blocks_and_nothing_else(
     mounted: Callable[..., Path], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = mounted("tmpfs", "size=24m")
-    tier = tier_over(opened(disk / "tier", 20 * MIB))
+    tier = lone_tier(opened(disk / "tier", 20 * MIB))
     assert all(outcome.done for outcome in tier.put(parcels(Batch(EACH, BLOCK))))
     other = (disk / "other").open("wb", buffering=0)
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize

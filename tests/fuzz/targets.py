@@ -24,12 +24,10 @@ from hypothesis import strategies as st
 from kvtier.abc.medium import MediumContext, Outcome
 from kvtier.codec.catalogue import codec_named, codec_names
 from kvtier.codec.frame import HEADER_BYTES, PLAIN, FrameHeader
-from kvtier.config import TierOptions, WriteMode
+from kvtier.codec.raw import RawCodec
 from kvtier.errors import CorruptFrame, MediumError
 from kvtier.key import Adapter, BlockKey, Extra, Identity, Scope, chain_keys, root_key
-from kvtier.metrics import Metrics
 from kvtier.params import build_params
-from kvtier.policy.lru import LruPolicy
 from kvtier.pool import Slot
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.memory import MemoryMedium
@@ -37,9 +35,8 @@ from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.storage_backends.redis import RedisMedium
 from kvtier.testing.blocks import LAYOUT
 from kvtier.testing.media import names, payload, room
-from kvtier.tier.slot import SlotTier
+from kvtier.testing.tiers import lone_tier
 from kvtier.transfer.copy import read_frames, write_frames
-from kvtier.transfer.workers import Workers
 from kvtier.url import TierUrl
 from tests.backends.support import Batch
 
@@ -210,21 +207,16 @@ def _try(database: sqlite3.Connection, query: str, values: list[object]) -> None
 def _read_back(directory: Path, batch: Batch) -> None:
     with bounded():
         medium = NvmeMedium(directory, batch.block_bytes, _nvme)
-        metrics, lock = Metrics(), threading.Lock()
-        options = TierOptions(WriteMode.BACK)
-        raw = codec_named("raw")
-        workers = Workers("nvme", 0)
-        tier = SlotTier("nvme", options, medium, raw, workers, metrics.tier("nvme"), lock, LruPolicy(medium.slots))
+        tier = lone_tier(medium)
     outcomes, _ = tier.fetch(batch.names, [view[:8192] for view in batch.into], batch.asked)
     for index, outcome in enumerate(outcomes):
         assert not outcome.done or batch.arrived_whole(index)
     for answer in (tier.epochs(), medium.epochs(), medium.records("scope")):
         assert answer is None or all(type(value) in (int, str) for value in answer.values())
-    with lock:
-        assert tier.pool.check() == []
+    assert tier.pool.check() == []
     fresh = Batch(2, batch.block_bytes, seed=9)
     places = [slot for slot in range(medium.slots) if tier.pool.entry(Slot(slot)) is None][:2]
-    write_frames(medium, places, fresh.sources, fresh.headers, raw)
+    write_frames(medium, places, fresh.sources, fresh.headers, RawCodec())
     medium.journal.commit(fresh.rows(places), [])
     assert {record.address for record in medium.journal.load()} >= set(fresh.names), "new rows do not stay"
     tier.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.abc.policy import EntryMeta
-from kvtier.codec.catalogue import codec_named
-from kvtier.config import TierOptions, WriteMode
 from kvtier.key import Address
-from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import Slot
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.nvme import NvmeMedium
-from kvtier.tier.slot import SlotTier
-from kvtier.transfer.workers import Workers
+from kvtier.testing.tiers import lone_tier
 from tests.backends.support import Batch
 from tests.backends.test_nvme import demoted
 
@@ -134,17 +129,7 @@ def test_a_restart_tells_the_policy_all_that_it_knew(tmp_path: Path) -> None:
     demoted(before, batch, [0, 1, 2])
     before.close()
     policy = Noting(3)
-    tier = SlotTier(
-        "nvme",
-        TierOptions(WriteMode.THROUGH),
-        NvmeMedium(tmp_path / "tier", GEOMETRY.block_bytes, params),
-        codec_named("raw"),
-        Workers("nvme", 0),
-        Metrics().tier("nvme"),
-        threading.Lock(),
-        policy,
-    )
-    tier.close()
+    lone_tier(NvmeMedium(tmp_path / "tier", GEOMETRY.block_bytes, params), lambda _: policy).close()
     expected = [
         EntryMeta(above, depth, GEOMETRY.block_bytes, tenant=b"t" * 16)
         for depth, above in enumerate([None, *batch.names[:2]])

@@ -76,16 +76,22 @@ def cold(server: Server, count: int = 4) -> None:
     server.loaded = server.computed = 0
 
 
+def serving(factor: float, gate: Gate | None = None) -> tuple[Server, Span]:
+    """An engine beside a tier of ``factor`` times the break-even bandwidth, and a request's blocks, which only that tier has."""
+    server = Server.over(Throttled(BLOCK / factor, "read"), gate or FittedGate())
+    cold(server)
+    keys = chain(1, REQUEST)
+    server.keep(keys)
+    return server, keys
+
+
 @pytest.mark.parametrize(
     ("factor", "least", "most"), [(0.1, 0.0, 0.02), (0.5, 0.0, 0.02), (2.0, 0.95, 1.0), (10.0, 0.95, 1.0)]
 )
 def test_share_of_tokens_loaded_from_a_tier_of_so_many_times_the_break_even_bandwidth(
     factor: float, least: float, most: float
 ) -> None:
-    server = Server.over(Throttled(BLOCK / factor, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(factor)
     times = [server.request(keys) for _ in range(300)]
     share = server.loaded / (server.loaded + server.computed)
     assert least <= share <= most
@@ -95,10 +101,7 @@ def test_share_of_tokens_loaded_from_a_tier_of_so_many_times_the_break_even_band
 
 def test_with_the_gate_off_a_slow_tier_is_slower_than_none() -> None:
     """What the throttle above is worth: without the gate the same requests take ten times as long, up to the deadline."""
-    server = Server.over(Throttled(BLOCK / 0.1, "read"), OpenGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(0.1, OpenGate())
     assert server.request(keys) > 2 * REQUEST * BLOCK
 
 
@@ -121,10 +124,7 @@ def test_short_prefixes_are_not_loaded_over_a_delay_of_four_times_their_computin
 
 
 def test_a_tier_that_turns_slow_is_left_and_one_that_recovers_is_used_again() -> None:
-    server = Server.over(Throttled(BLOCK / 10, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(10.0)
     for _ in range(20):
         server.request(keys)
     assert server.computed == 0
@@ -137,10 +137,7 @@ def test_a_tier_that_turns_slow_is_left_and_one_that_recovers_is_used_again() ->
 
 
 def test_one_slow_first_load_does_not_close_a_tier() -> None:
-    server = Server.over(Throttled(BLOCK / 0.1, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(0.1)
     server.request(keys)
     server.throttle.each = BLOCK / 10
     took = [server.request(keys) for _ in range(6)]
@@ -149,10 +146,7 @@ def test_one_slow_first_load_does_not_close_a_tier() -> None:
 
 
 def test_what_is_declined_says_why_and_its_tries_hold_nothing() -> None:
-    server = Server.over(Throttled(BLOCK / 0.1, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(0.1)
     for _ in range(10):
         server.request(keys)
     first, *others = server.bench.store.explain("r")
@@ -165,10 +159,7 @@ def test_what_is_declined_says_why_and_its_tries_hold_nothing() -> None:
 
 
 def test_requests_do_not_wait_for_the_try_of_a_tier_that_lost() -> None:
-    server = Server.over(Throttled(BLOCK / 0.1, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(0.1)
     server.request(keys)
     for name in ("declined", "while it is tried"):
         match = server.bench.store.match(name, keys)
@@ -213,10 +204,7 @@ def test_loads_behind_each_other_do_not_blame_the_tier_for_its_queue() -> None:
 
 
 def test_nobody_waits_for_a_load_much_longer_than_computing_would_take() -> None:
-    server = Server.over(Throttled(BLOCK / 10, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(10.0)
     for _ in range(5):
         server.request(keys)
     match = server.bench.store.match("r", keys)
@@ -234,10 +222,7 @@ def test_nobody_waits_for_a_load_much_longer_than_computing_would_take() -> None
 
 
 def test_prefetches_are_read_whatever_the_gate_says() -> None:
-    server = Server.over(Throttled(BLOCK / 0.1, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(0.1)
     for _ in range(5):
         server.request(keys)
     server.bench.store.prefetch(keys)
@@ -249,10 +234,7 @@ def test_prefetches_are_read_whatever_the_gate_says() -> None:
 
 
 def test_a_try_that_hangs_is_the_only_one() -> None:
-    server = Server.over(Throttled(BLOCK / 0.1, "read"), FittedGate())
-    cold(server)
-    keys = chain(1, REQUEST)
-    server.keep(keys)
+    server, keys = serving(0.1)
     server.request(keys)
     for number in range(400):
         match = server.bench.store.match(f"r{number}", keys)

@@ -23,7 +23,8 @@ LIFE_MS = 600_000
 
 
 def spread(job: Callable[[int], None], indices: Sequence[int], hands: int, pool: Executor) -> None:
-    """``job`` for each index, on this thread and ``hands - 1`` of the pool's, as the tiers do it."""
+    """``job`` for each index, on this thread and up to ``hands - 1`` of the pool's, as the tiers do it: nobody waits for a
+    thread that has not begun."""
     turn = iter(indices)  # next() of a C iterator is atomic under the GIL
 
     def play() -> None:
@@ -34,8 +35,9 @@ def spread(job: Callable[[int], None], indices: Sequence[int], hands: int, pool:
     try:
         play()
     finally:
-        wait(others)
-    for other in others:
+        begun = [other for other in others if not other.cancel()]
+        wait(begun)
+    for other in begun:
         other.result()
 
 

@@ -165,6 +165,8 @@ def _folder_at(directory: Path) -> Iterator[Path]:
 
     Inside, a server that starts meanwhile would find it among its own: so only where beside is another file system, or closed.
     """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory}: no folder")
     place = directory
     while not place.is_dir():
         place = place.parent

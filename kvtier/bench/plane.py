@@ -23,7 +23,7 @@ from kvtier.codec.seal import Sealer
 from kvtier.errors import MediumError
 from kvtier.key import KEY_BYTES, Address, BlockKey, Origin, Shard, Span, address
 from kvtier.storage_backends.dram import DramMedium
-from kvtier.transfer.copy import FrameMedium, load_blocks, read_frames, save_blocks, write_frames
+from kvtier.transfer.copy import COPY_BYTES, FrameMedium, load_blocks, read_frames, save_blocks, write_frames
 
 SAMPLE = 0.01
 """Share of loads from DRAM that the store verifies by default."""
@@ -188,13 +188,17 @@ class DramPlane(Plane):
         def copy(i: int) -> None:
             np.copyto(self._dram_bytes[self.blocks.targets[i]], self._engine_bytes[self._origin[i]])
 
-        spread(copy, part, 2, self._workers)
+        spread(copy, part, self._hands(part), self._workers)
 
     def _limit_load(self, part: range) -> None:
         def copy(i: int) -> None:
             np.copyto(self._engine_bytes[self._back[i]], self._dram_bytes[self.blocks.targets[i]])
 
-        spread(copy, part, 2, self._workers)
+        spread(copy, part, self._hands(part), self._workers)
+
+    def _hands(self, part: range) -> int:
+        """A second thread costs more than it brings where the store's copies have none either."""
+        return 2 if len(part) * self.blocks.block_bytes > COPY_BYTES else 1
 
     def spoil(self, part: range) -> None:
         for i in part:

@@ -27,7 +27,9 @@ THREADS = "1,4"
 QUICK = {"sizes": "64KiB,2MiB", "batches": "8", "callers": "1", "seconds": "10s"}
 MOST_BYTES = 64 << 20
 """Most that one round of the default plan moves; a batch that was asked for is measured as it is."""
-MOST_BLOCK_BYTES = 1 << 30
+LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES = 64, 1 << 30
+MOST_BLOCKS = 1 << 18
+"""That all threads together move at a time: each takes about a kilobyte beside its bytes."""
 ROUNDS = 200
 PARTLY = 1
 
@@ -131,7 +133,7 @@ def _asked_for(args: argparse.Namespace) -> tuple[list[Cell], float]:
     given = {name: getattr(args, name) for name in ("sizes", "batches", "callers", "seconds")}
     usual = QUICK if args.quick else {"sizes": SIZES, "batches": BATCHES, "callers": THREADS, "seconds": "60s"}
     text = {name: value if value is not None else usual[name] for name, value in given.items()}
-    sizes = _numbers("--block-bytes", text["sizes"], parse_bytes, MOST_BLOCK_BYTES)
+    sizes = _numbers("--block-bytes", text["sizes"], parse_bytes, MOST_BLOCK_BYTES, LEAST_BLOCK_BYTES)
     batches = _numbers("--batch", text["batches"], int, 1 << 16)
     callers = _numbers("--threads", text["callers"], int, 1 << 10)
     try:
@@ -140,6 +142,8 @@ def _asked_for(args: argparse.Namespace) -> tuple[list[Cell], float]:
         raise ConfigError(f"--seconds: {wrong}") from None
     if seconds <= 0:
         raise ConfigError("--seconds: must be more than 0")
+    if max(batches) * max(callers) > MOST_BLOCKS:
+        raise ConfigError(f"--batch, --threads: together they may move {MOST_BLOCKS:,} blocks at a time")
     cells: dict[Cell, None] = {}
     for block_bytes in sizes:
         for threads in callers:
@@ -149,7 +153,7 @@ def _asked_for(args: argparse.Namespace) -> tuple[list[Cell], float]:
     return list(cells), seconds
 
 
-def _numbers(flag: str, text: str, parse: Callable[[str], int], most: int) -> list[int]:
+def _numbers(flag: str, text: str, parse: Callable[[str], int], most: int, least: int = 1) -> list[int]:
     try:
         numbers = [parse(each) for each in text.replace(",", " ").split()]
     except ValueError as wrong:
@@ -157,8 +161,8 @@ def _numbers(flag: str, text: str, parse: Callable[[str], int], most: int) -> li
     if not numbers:
         raise ConfigError(f"{flag}: none is given")
     for number in numbers:
-        if not 1 <= number <= most:
-            raise ConfigError(f"{flag}: {number} is not from 1 to {most}")
+        if not least <= number <= most:
+            raise ConfigError(f"{flag}: {number} is not from {least} to {most}")
     return list(dict.fromkeys(numbers))
 
 

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import pytest
 
 from kvtier.abc.medium import Outcome, Status
 from kvtier.bench import opening, plane
+from kvtier.bench.limits import spread
 from kvtier.bench.opening import MARK
 from kvtier.bench.report import table
 from kvtier.cli import main as cli
@@ -195,14 +198,19 @@ def test_a_size_that_has_no_room_is_told_and_the_smaller_ones_are_measured(
 @pytest.mark.parametrize(
     ("arguments", "wrong"),
     [
-        (["--block-bytes", "0"], "--block-bytes: 0 is not from 1 to"),
-        (["--block-bytes", "2GiB"], "--block-bytes: 2147483648 is not from 1 to"),
+        (["--block-bytes", "0"], "--block-bytes: 0 is not from 64 to"),
+        (["--block-bytes", "-5"], "--block-bytes: '-5' is not a size"),
+        (["--block-bytes", "63"], "--block-bytes: 63 is not from 64 to"),
+        (["--batch", "65536", "--threads", "5"], "together they may move 262,144 blocks"),
+        (["--block-bytes", "2GiB"], "--block-bytes: 2147483648 is not from 64 to"),
         (["--block-bytes", ","], "--block-bytes: none is given"),
         (["--batch", "0"], "--batch: 0 is not from 1 to"),
         (["--threads", "many"], "--threads: invalid literal"),
         (["--seconds", "0"], "--seconds: must be more than 0"),
         (["--plot", "picture.gif"], "--plot picture.gif: the name has to end in .png or .svg"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: /nowhere/at is no folder"),
+        (["--json", "/proc/all.json"], "--json /proc/all.json: No such file or directory"),
+        (["--plot", "/proc/all.svg"], "--plot /proc/all.svg: No such file or directory"),
         (["--tier", "dram://?capacity=64MiB", "--tier", "nvme:///x?capacity=0&direct=perhaps"], "direct"),
         (["--tier", "redis://h", "--plots", "a.png"], "unknown argument '--plots'"),
     ],
@@ -215,6 +223,30 @@ def test_what_cannot_be_measured_is_refused_in_a_line(
     assert wrong in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_no_folder_is_no_tier_and_the_smallest_blocks_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"the user's")
+    tiers = [f"nvme://{tmp_path}/file?capacity=64MiB", f"fs://{tmp_path}/file?capacity=64MiB"]
+    flags = [word for tier in (*tiers, "dram://?capacity=64MiB") for word in ("--tier", tier)]
+    code, report = bench(*flags, "--block-bytes", "64,4097", "--threads", "1", json_to=tmp_path / "a.json")
+    assert code == 1
+    rows, troubles = report["rows"], report["troubles"]
+    assert isinstance(rows, list)
+    assert isinstance(troubles, list)
+    assert [each["why"] for each in troubles] == [f"{tmp_path}/file: no folder"] * 2
+    assert [(row["tier"], row["block_bytes"]) for row in rows] == [("dram", 64)] * 2 + [("dram", 4097)] * 2
+
+
+def test_nobody_waits_for_a_thread_that_has_not_begun() -> None:
+    """A helper that is busy elsewhere would make a limit slower than what it is the limit of."""
+    done, free = [], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(free.wait, 2.0)
+        spread(done.append, range(5), 2, pool)
+        free.set()
+        assert busy.result()
+    assert done == [0, 1, 2, 3, 4]
 
 
 def test_a_load_that_gives_back_other_bytes_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

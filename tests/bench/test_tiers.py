@@ -240,7 +240,8 @@ def test_no_folder_is_no_tier_and_the_smallest_blocks_are_measured(tmp_path: Pat
 
 def test_nobody_waits_for_a_thread_that_has_not_begun() -> None:
     """A helper that is busy elsewhere would make a limit slower than what it is the limit of."""
-    done, free = [], threading.Event()
+    done: list[int] = []
+    free = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(free.wait, 2.0)
         spread(done.append, range(5), 2, pool)

@@ -30,7 +30,6 @@ STRETCH = 1 << 18
 """Elements that are turned at a time: few enough for a core's L2 cache, and enough to hide what a call of numpy costs."""
 PLAIN_FORMATS = (None, "rope-pairs")
 """Engine formats whose blocks are in the layout's order, heads whole (the order of dimensions inside a head does not matter)."""
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
 _MOST_EXPONENT = 24
 """Of a scale of ``fp8``. Beyond it (magnitudes of 7.5e9) something is wrong with the block."""
 _LEAST_EXPONENT = -100

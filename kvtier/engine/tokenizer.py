@@ -120,11 +120,6 @@ class Tokenizer:
         self._special = dict(source.special)
         self._template = None if source.chat_template is None else _compiled(source.chat_template)
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token given by its own text (for instance ``<|im_end|>``)."""
-        index: int | None = self._backend.token_to_id(token)
-        return index
-
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special`` adds what the model expects around a text (usually BOS, or nothing).
 

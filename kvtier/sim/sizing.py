@@ -13,6 +13,7 @@ from kvtier.sim.planner import (
     Gpu,
     Link,
     ModelShape,
+    blocks_in,
     break_even_bandwidth,
     break_even_tokens,
     colocated_cost,
@@ -160,7 +161,7 @@ def pool_of(shape: ModelShape, gpu: Gpu, demand: Demand) -> Pool:
     reserved = max(shape.max_positions, length)
     return Pool(
         nbytes,
-        int(nbytes // shape.layout(demand.block_tokens).block_bytes),
+        blocks_in(nbytes, shape, demand.block_tokens),
         sequences,
         int(nbytes // kv_bytes(shape, reserved)),
         paged_useful_share(demand.context + demand.output / 2, demand.block_tokens),

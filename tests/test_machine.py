@@ -1,0 +1,50 @@
+"""What memory the machine has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.machine import available_memory
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  16777216 kB\nMemAvailable:    8388608 kB\n"}
+
+
+def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
+    found = available_memory(
+        machine(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
+    )
+    assert (found.nbytes, found.where) == (8 << 30, "memory")
+
+
+def test_the_tightest_cgroup_decides_whatever_its_depth(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/pod/container\n",
+        "sys/fs/cgroup/pod/memory.max": str(4 << 30),
+        "sys/fs/cgroup/pod/memory.current": str(3 << 30),
+        "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {1 << 30}\n",
+        "sys/fs/cgroup/pod/container/memory.max": "max\n",
+    }
+    found = available_memory(machine(tmp_path, MEMINFO | files))
+    assert (found.nbytes, found.where) == (2 << 30, str(tmp_path / "sys/fs/cgroup/pod/memory.max"))
+
+
+def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:cpu:/x\n4:memory:/docker/1\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 30),
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(1 << 29),
+    }
+    assert available_memory(machine(tmp_path, MEMINFO | files)).nbytes == 1 << 29
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+    assert available_memory(tmp_path).nbytes == 1 << 30

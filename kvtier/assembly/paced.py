@@ -22,6 +22,7 @@ from kvtier.url import TierUrl
 log = logging.getLogger(__name__)
 
 SCHEME = "paced"
+MOST_STEP_SECONDS = 3600.0
 HBM_BYTES = 512 << 20
 """Memory for HBM slots where nobody says how many."""
 
@@ -80,6 +81,8 @@ def open_paced(settings: EngineSettings, codec: StoreCodec) -> Paced:
         return params.slow * step_seconds(shape, machine, planned, utilisation=params.utilisation)
 
     tokens = settings.max_num_batched_tokens
+    if step_time([(0, tokens)]) > MOST_STEP_SECONDS:
+        raise ConfigError(f"{url}: a step of {tokens} tokens would last more than an hour; choose a smaller slow")
     log.info(
         "%s is paced: it computes nothing, and its steps last as long as on %d x %s at %.0f %% of the peak, times %g; "
         "a step of %d new tokens makes KV at %s/s",

@@ -64,7 +64,7 @@ class Size:
 
 def ideas(names: str) -> list[str]:
     """The ideas of a list with commas, or all. Raises ``ConfigError`` for one that there is not."""
-    chosen = list(IDEAS) if names == "all" else [name.strip() for name in names.split(",")]
+    chosen = list(IDEAS) if names == "all" else list(dict.fromkeys(name.strip() for name in names.split(",")))
     for name in chosen:
         if name not in IDEAS:
             raise ConfigError(f"--ablate: unknown idea {name!r}{nearest(name, [*IDEAS, 'all'])}")
@@ -178,6 +178,9 @@ def ablate(
                 step(f"without {name}" if name else "all ideas")
                 variant = IDEAS[name](base, size) if name else Variant(base)
                 row, pace = _row(variant, requests, rate, scale, proceed)
+                if row["failed"]:
+                    found.notes.append(f"without {name or 'nothing'}: invalid, {row['failed']} answers failed")
+                    found.holds = False
                 found.rows.append({"without": name or None, **row})
                 if pace is not None:
                     found.notes.append(f"without {name or 'nothing'}: {pace.sentence()}")
@@ -187,6 +190,8 @@ def ablate(
     print(table(found.rows, COLUMNS))
     if "swap" in chosen and not any(row["preemptions"] for row in found.rows):
         found.notes.append("swap: nobody had to give way, so it shows nothing; raise --rate or lower --hbm-blocks")
+    elif "swap" in chosen and all(row["recompute_s"] is None for row in found.rows):
+        found.notes.append("swap: what giving way costs is known from the gate's fits; it takes --gate on and a tier")
     return found
 
 
@@ -221,7 +226,7 @@ def _row(
 
 
 def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memory: Memory) -> dict[str, object]:
-    long = [stats.ttft for due, stats in zip(listed, played.stats, strict=True) if due.long and stats.ttft is not None]
+    long = [wait for due, wait in zip(listed, played.waits, strict=True) if due.long and wait is not None]
     recomputed = sum(stats.recomputed_tokens for stats in played.stats)
     demoted = sum(stats.demoted_tokens for stats in played.stats)
     metrics = assembly.metrics
@@ -233,8 +238,9 @@ def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memo
         "tokens_per_s": played.tokens / played.seconds,
         "hit_rate": played.hit_rate,
         "itl_p99_s": float(np.percentile(played.gaps, 99)) if played.gaps else None,
-        "ttft_p50_s": statistics.median(played.ttfts),
+        "ttft_p50_s": statistics.median(played.ttfts) if played.ttfts else None,
         "long_ttft_p50_s": statistics.median(long) if long else None,
+        "failed": played.failed,
         "preemptions": sum(stats.preemptions for stats in played.stats),
         "recomputed_tokens": recomputed,
         "demoted_tokens": demoted,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtier.bench.workloads import Arrival, Conversation
 from kvtier.engine.engine import IDLE_SECONDS, Engine
-from kvtier.engine.request import Output, Request, RequestStats
+from kvtier.engine.request import FinishReason, Output, Request, RequestStats
 from kvtier.engine.sampler import SamplingParams
 
 Watch = Callable[[], None]
@@ -25,6 +25,10 @@ class Played:
 
     stats: list[RequestStats] = field(default_factory=list)
     """Of each request, in order of submission."""
+    late: list[float] = field(default_factory=list)
+    """Seconds from when each was due to its submission: a step was running, and it waited for that like for any other."""
+    failed: int = 0
+    """Continuations that the engine gave up."""
     gaps: list[float] = field(default_factory=list)
     """Seconds between two tokens of one continuation."""
     seconds: float = 0.0
@@ -33,8 +37,16 @@ class Played:
     """CPU time of the store's threads meanwhile."""
 
     @property
+    def waits(self) -> list[float | None]:
+        """Seconds from when each request was due to its first token; None where none came."""
+        return [
+            None if each.ttft is None else late + each.ttft for late, each in zip(self.late, self.stats, strict=True)
+        ]
+
+    @property
     def ttfts(self) -> list[float]:
-        return [each.ttft for each in self.stats if each.ttft is not None]
+        """Of those that got one."""
+        return [wait for wait in self.waits if wait is not None]
 
     @property
     def tokens(self) -> int:
@@ -105,18 +117,19 @@ class Drive:
         with _Clock(played):
             began = time.perf_counter()
             while waiting or unfinished:
-                while waiting and waiting[0].time_s <= time.perf_counter() - began:
+                while waiting and waiting[0].time_s <= (now := time.perf_counter() - began):
                     due = waiting.popleft()
-                    self._ask(played, due.prompt, due.answer, 1)
+                    self._ask(played, due.prompt, due.answer, 1, now - due.time_s)
                     unfinished += 1
                 self._step(played, noted)
                 watch()
         return played
 
-    def _ask(self, played: Played, prompt: tuple[int, ...], answer: int, n: int) -> str:
+    def _ask(self, played: Played, prompt: tuple[int, ...], answer: int, n: int, late: float = 0.0) -> str:
         self._count += 1
         name = f"bench {self._count}"
         sampling = SamplingParams(temperature=0.0 if n == 1 else 1.0, max_tokens=answer, ignore_eos=True, n=n, seed=1)
+        played.late.append(late)
         played.stats.append(self._engine.add_request(Request(name, prompt, sampling, salt=self._salt)))
         return name
 
@@ -137,6 +150,7 @@ class Drive:
                 self._last[place] = now
             if output.finish is not None:
                 self._last.pop(place, None)
+                played.failed += output.finish is FinishReason.ERROR
             noted(output)
         if not self._engine.progressed:
             time.sleep(IDLE_SECONDS)

@@ -16,13 +16,14 @@ import numpy as np
 from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.bench.ablation import IDEAS, Found, ablate, ideas
 from kvtier.bench.drive import Drive, Played
-from kvtier.bench.ratio import ratio_of_medians
+from kvtier.bench.ratio import HOLDS, TOO_FEW, ratio_of_medians
 from kvtier.bench.report import Row, Stopped, check_json, machine, progress, stoppable, table, write_json
 from kvtier.bench.workloads import WORKLOADS, Conversation, Draw, named
 from kvtier.config import Settings, resolve
 from kvtier.config import add_arguments as add_settings
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
+from kvtier.quantity import counted
 
 SETTLE_SECONDS = 60.0
 ROOM = 1.1
@@ -33,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without --hbm-blocks HBM holds little more than what is running, so that what is used again comes from the tiers. "
         "Ratios are of medians over pairs, above 1 where the cache is faster; with --pairs 7 or more their intervals say "
-        "something. Exit code 1: the cache was slower than 0.95 times no cache, or the run is invalid or was ended early."
+        "something: exit code 1 where one is under 0.95, or its interval wider than 0.1, which decides nothing; also where "
+        "requests failed, a paced model did not keep its pace, or the run was ended early."
     )
     what = parser.add_argument_group("what is run")
     what.add_argument(
@@ -246,6 +248,12 @@ def _turns(
 
 def _tell(found: Found, workload: str, seed: int, tested: tuple[Tested, Tested]) -> None:
     on, off = (each.passes for each in tested)
+    failed = sum(each.failed for each in (*on, *off))
+    if failed:
+        found.notes.append(f"{workload}: invalid, {counted(failed, 'answer')} failed")
+        found.holds = False
+    if not all(each.ttfts for each in (*on, *off)):
+        return
     ttft = ratio_of_medians(_medians(off), _medians(on), seed)
     speed = ratio_of_medians(
         [each.tokens / each.seconds for each in on], [each.tokens / each.seconds for each in off], seed
@@ -257,7 +265,7 @@ def _tell(found: Found, workload: str, seed: int, tested: tuple[Tested, Tested])
             f"{workload}: {name} {ratio.ratio:.2f} times as good with the cache "
             f"({ratio.low:.2f} to {ratio.high:.2f}, {len(on)} pairs): {ratio.verdict}"
         )
-        found.holds &= ratio.verdict != "slower"
+        found.holds &= ratio.verdict in (HOLDS, TOO_FEW)
 
 
 def _medians(passes: Sequence[Played]) -> list[float]:

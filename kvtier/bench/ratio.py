@@ -11,6 +11,7 @@ LEAST = 0.95
 """The cache may not be slower than this, beside no cache."""
 WIDEST = 0.1
 """A wider interval shows nothing."""
+HOLDS, SLOWER, INCONCLUSIVE, TOO_FEW = "holds", "slower", "inconclusive", "too few pairs to say"
 FEWEST = 7
 """Fewer pairs show nothing either."""
 RESAMPLES = 2000
@@ -28,13 +29,13 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """``holds``: not slower than allowed. A wide interval decides nothing, unless all of it lies above 1 or below what
-        is allowed."""
+        """``holds``: not slower than allowed, by an interval that is narrow enough. A wide one never holds, however good it
+        looks; it is `SLOWER` where all of it is, and else inconclusive."""
         if self.pairs < FEWEST:
-            return "too few pairs to say"
-        if self.high - self.low > WIDEST and self.low < 1.0:
-            return "inconclusive" if self.high >= LEAST else "slower"
-        return "holds" if self.ratio >= LEAST else "slower"
+            return TOO_FEW
+        if not self.high - self.low <= WIDEST:
+            return INCONCLUSIVE if self.high >= LEAST else SLOWER
+        return HOLDS if self.ratio >= LEAST else SLOWER
 
     def report(self) -> dict[str, object]:
         return {**asdict(self), "verdict": self.verdict}

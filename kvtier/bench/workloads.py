@@ -107,7 +107,7 @@ that have nothing in common."""
 
 def named(names: str) -> list[str]:
     """The workloads of a list with commas. Raises ``ConfigError`` for one that there is not."""
-    chosen = [name.strip() for name in names.split(",")]
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",")))  # twice, it would find itself in the tiers
     for name in chosen:
         if name not in WORKLOADS:
             raise ConfigError(f"--workloads: unknown workload {name!r}{nearest(name, WORKLOADS)}")

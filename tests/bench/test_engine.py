@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import threading
 import time
@@ -14,14 +15,15 @@ from typing import Any
 import pytest
 
 from kvtier.assembly.assemble import assemble
-from kvtier.bench.ablation import EVERY, IDEAS, Memory, Slab, StaticBatch
-from kvtier.bench.drive import Drive, store_cpu, store_cpu_since
-from kvtier.bench.engine import Passes, compare, declined_tokens
+from kvtier.bench.ablation import EVERY, IDEAS, Found, Memory, Slab, StaticBatch, ideas
+from kvtier.bench.drive import Drive, Played, store_cpu, store_cpu_since
+from kvtier.bench.engine import Passes, _tell, compare, declined_tokens
 from kvtier.bench.ratio import Ratio, ratio_of_medians
 from kvtier.bench.report import Stopped
-from kvtier.bench.workloads import WORKLOADS, Arrival, Conversation, Draw, arrivals
+from kvtier.bench.workloads import WORKLOADS, Arrival, Conversation, Draw, arrivals, named
 from kvtier.cli.main import main
 from kvtier.config import Settings, resolve
+from kvtier.engine.request import RequestStats
 from kvtier.engine.scheduler import Admission
 from kvtier.metrics import Metrics
 from tests.engine.tiny import make_tiny_checkpoint
@@ -134,7 +136,11 @@ def test_arrivals_have_the_same_lengths_and_times_for_every_vocabulary() -> None
         (Ratio(0.94, 0.92, 0.97, 7), "slower"),
         (Ratio(1.0, 0.90, 1.10, 7), "inconclusive"),
         (Ratio(0.97, 0.90, 1.30, 9), "inconclusive"),
-        (Ratio(5.0, 4.00, 6.00, 7), "holds"),
+        (Ratio(5.0, 4.00, 6.00, 7), "inconclusive"),
+        (Ratio(1.0, 0.95, 1.0502, 7), "inconclusive"),
+        (Ratio(1.2, 1.15, 1.2498, 7), "holds"),
+        (Ratio(0.95, 0.92, 0.99, 7), "holds"),
+        (Ratio(1.0, math.nan, math.nan, 7), "slower"),
         (Ratio(0.5, 0.40, 0.60, 7), "slower"),
         (Ratio(5.0, 4.00, 6.00, 6), "too few pairs to say"),
     ],
@@ -153,7 +159,56 @@ def test_the_interval_encloses_the_ratio_that_is_there(seed: int) -> None:
     assert ratio_of_medians([2.0] * 7, [1.0] * 7, 1) == Ratio(2.0, 2.0, 2.0, 7)
 
 
+@pytest.mark.parametrize(
+    ("speed", "pairs", "failed", "holds"),
+    [
+        ([1.0] * 7, 7, 0, True),
+        ([0.9] * 7, 7, 0, False),  # slower
+        ([5.0, 6.0, 4.0, 5.5, 4.5, 6.5, 3.5], 7, 0, False),  # inconclusive, and so not passed
+        ([0.5], 1, 0, True),  # too few pairs to say
+        ([1.0] * 7, 7, 1, False),
+    ],
+)
+def test_only_what_holds_holds(speed: list[float], pairs: int, failed: int, holds: bool) -> None:
+    def passes(speeds: list[float]) -> list[Played]:
+        stats = [RequestStats(1, 0.0, completion_tokens=4, first_token=1.0 / each) for each in speeds]
+        return [Played([one], [0.0], seconds=1.0 / each) for one, each in zip(stats, speeds, strict=True)]
+
+    tested: Any = [SimpleNamespace(passes=passes(each), row=lambda _: {}) for each in (speed, [1.0] * pairs)]
+    tested[0].passes[0].failed = failed
+    found = Found()
+    _tell(found, "unique", 1, tested)
+    assert found.holds == holds, found.notes
+
+
+def test_a_pass_without_a_token_is_told_and_not_compared() -> None:
+    nothing = Played([RequestStats(1, 0.0)], [0.0], failed=1, seconds=1.0)
+    tested: Any = [SimpleNamespace(passes=[nothing], row=lambda _: {}) for _ in range(2)]
+    found = Found()
+    _tell(found, "unique", 1, tested)
+    assert (found.holds, found.rows, found.notes) == (False, [], ["unique: invalid, 2 answers failed"])
+
+
+def test_names_that_come_twice_are_run_once() -> None:
+    assert named("unique, chat,unique") == ["unique", "chat"] and ideas("swap,slab,swap") == ["swap", "slab"]
+
+
 # -- one idea off at a time
+
+
+def test_a_request_waits_from_when_it_is_due(tiny: Path) -> None:
+    """Not from when a step that was running let it in: else whoever computes a prompt whole looks faster than it is."""
+    assembly = assemble(settings(tiny, hbm_blocks=64))
+    listed = [Arrival(0.0, (1, 2, 3), 2), Arrival(0.01, (4, 5, 6), 1)]
+    try:
+        played = Drive(assembly.engine).arrivals(listed, lambda: time.sleep(0.05))
+        assert played.late[1] > 0.03
+        assert [
+            wait is not None and stats.ttft is not None and wait - stats.ttft
+            for wait, stats in zip(played.waits, played.stats, strict=True)
+        ] == pytest.approx(played.late)
+    finally:
+        assembly.close()
 
 
 def test_every_idea_can_be_turned_off(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

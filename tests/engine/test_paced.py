@@ -320,6 +320,8 @@ def test_its_slots_are_the_models_and_few() -> None:
         ("paced://llama-3-8b?gpu=h10", "did you mean 'h100'"),
         ("paced://llama-3-8b?slow=0", "slow must be above 0"),
         ("paced://llama-3-8b?slow=nan", "a number"),
+        ("paced://llama-3-8b?slow=1e300", "would last more than an hour"),
+        ("paced://llama-3-8b?utilisation=1e-300", "would last more than an hour"),
         ("paced://llama-3-8b?utilisation=2", "utilisation is a share"),
         ("paced://llama-3-8b?gpus=0", "gpus must be at least 1"),
         ("paced://llama-3-8b?sloow=2", "did you mean 'slow'"),

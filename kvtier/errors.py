@@ -14,6 +14,11 @@ KvtierError
 """
 
 
+def one_line(text: object, most: int = 200) -> str:
+    """What somebody else has said, for an error's message: on one line, not too long, nothing that moves a cursor."""
+    return "".join(each for each in " ".join(str(text).split()) if each.isprintable())[:most]
+
+
 class KvtierError(Exception):
     """The root of everything that kvtier raises."""
 

@@ -46,7 +46,7 @@ def _number(raw: object, kind: type[int | float]) -> int | float:
     if isinstance(raw, bool) or not isinstance(raw, (str, int, kind)):
         raise TypeError
     number = kind(raw)
-    if not math.isfinite(number):
+    if not (math.isfinite(number) if isinstance(number, float) else abs(number) < 1 << 63):
         raise ValueError
     return number
 
@@ -135,7 +135,7 @@ def convert(hint: Any, raw: object, where: str, name: str) -> Any:  # noqa: ANN4
         return _converted(hint, raw)
     except ConfigError as wrong:
         raise ConfigError(f"{where}: {name}: {wrong}") from None
-    except (ValueError, TypeError) as wrong:
+    except (ValueError, TypeError, OverflowError) as wrong:
         detail = str(wrong) if hint in (Bytes, Seconds) and str(wrong) and isinstance(raw, str) else ""
         shown = "the given value" if is_secret(name) else repr(raw)
         raise ConfigError(f"{where}: {name}: {detail or f'{shown} is not {_rule(hint)}'}") from None

@@ -143,6 +143,8 @@ def test_a_wrong_environment_is_named(environment: dict[str, str], message: str)
         ("[engine]\nhbm_blocks = true", r"hbm_blocks: True is not a whole number"),
         ("[engine]\nhbm_blocks = 1.5", r"hbm_blocks: 1.5 is not a whole number"),
         ("[engine]\nmodel = 7", r"model: 7 is not a text"),
+        (f"[engine]\nhbm_blocks = 1{'0' * 400}", r"hbm_blocks: 1"),
+        (f"[engine]\nrecompute_sample = 1{'0' * 400}", r"recompute_sample: 1"),
         ("[store]\ndeadline = -1", r"deadline: -1 is not a duration"),
         ("tiers = [1]", r"tiers: \[1\] is not a list whose items are each a tier URL"),
         ("tiers = ", r"c.toml: not TOML: "),

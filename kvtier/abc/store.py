@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -129,8 +128,8 @@ class Hints:
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:
-    if not (math.isfinite(value) and least <= value <= most):
-        raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least:g} to {most:g}, got {repr(value)[:40]}")
 
 
 NO_HINTS = Hints()

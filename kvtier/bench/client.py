@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvtier.bench.goodput import Call
 from kvtier.bench.sse import EventStream
 from kvtier.config import ApiAccess
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, one_line
 
 try:
     import aiohttp
@@ -190,7 +190,7 @@ class Client:
     def _line(self, text: str) -> str:
         """One line for a terminal, without the key: a server says what it likes, and may send back what it was sent."""
         hidden = text.replace(self._access.key, "***") if self._access.key else text
-        return "".join(each for each in " ".join(hidden.split()) if each.isprintable())[:200]
+        return one_line(hidden)
 
 
 _TEXTS = ("content", "text", "reasoning_content", "reasoning", "tool_calls")

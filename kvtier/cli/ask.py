@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, one_line
 
 ANSWER_SECONDS = 60.0
 _MOST_BYTES = 32 << 20
@@ -47,14 +47,14 @@ def asked(
         ) from failed
     try:
         found = json.loads(came)
-        refusal = found["error"]["message"] if answer.status == http.client.BAD_REQUEST else None
-    except (ValueError, KeyError, TypeError):
-        found = refusal = None
-    if refusal is not None:
+        refusal = one_line(found["error"]["message"]) if answer.status != http.client.OK else ""
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found, refusal = None, ""
+    if refusal and answer.status == http.client.BAD_REQUEST:
         raise Refused(f"{where}: {refusal}")
     if answer.status != http.client.OK or not isinstance(found, dict) or expected not in found:
         raise ConfigError(
-            f"{where}: answered {answer.status} and no {what}; "
+            f"{where}: answered {answer.status}{f' ({refusal})' if refusal else ''} and no {what}; "
             "only a kvtier server does, asked over loopback or its Unix socket"
         )
     return found
@@ -63,11 +63,11 @@ def asked(
 def _connection(args: argparse.Namespace, seconds: float) -> http.client.HTTPConnection:
     if args.server_uds is not None:
         return _UnixConnection(args.server_uds, seconds)
-    url = urlsplit(args.server_url if "://" in args.server_url else f"http://{args.server_url}")
-    if url.scheme != "http" or not url.hostname:
-        raise ConfigError(f"{args.server_url}: give the server's address, such as http://127.0.0.1:8000")
     try:
-        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=seconds)
+        url = urlsplit(args.server_url if "://" in args.server_url else f"http://{args.server_url}")
+        if url.scheme == "http" and url.hostname:
+            return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=seconds)
+        raise ConfigError(f"{args.server_url}: give the server's address, such as http://127.0.0.1:8000")
     except ValueError as wrong:
         raise ConfigError(f"{args.server_url}: {wrong}") from wrong
 

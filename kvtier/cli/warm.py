@@ -183,7 +183,10 @@ def _warm(args: argparse.Namespace, prompt: Prompt) -> tuple[int, int]:
     beginning = prompt.prompt if prompt.prompt is not None else _common(args, prompt)
     body = {"prompt": beginning, "max_tokens": 1, "temperature": 0, "kv_hints": hints, "cache_salt": prompt.salt}
     usage = asked(args, "/v1/completions", body, "usage", "completion", PREFILL_SECONDS)["usage"]
-    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    try:
+        return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+    except (TypeError, LookupError, ValueError, OverflowError):
+        raise ConfigError(f"{args.server_uds or args.server_url}: its usage is no kvtier server's") from None
 
 
 def _common(args: argparse.Namespace, prompt: Prompt) -> list[int]:
@@ -201,4 +204,6 @@ def _common(args: argparse.Namespace, prompt: Prompt) -> list[int]:
         )["tokens"]
         for said in ("a", "b")
     )
+    if not (isinstance(one, list) and isinstance(other, list)):
+        raise ConfigError(f"{args.server_uds or args.server_url}: its tokens are no list")
     return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

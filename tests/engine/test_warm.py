@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,9 @@ def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
         {"system": "x", "tools": [{}]},
         {"prompt": "x" * 600},
         {"prompt": "and on"},
+        '{"prompt": "x", "pin_seconds": 1' + "0" * 400 + "}",
+        '{"prompt": "x", "priority": NaN}',
+        "[" * 100_000,
     )
     assert warm(running, path) == 1
     shown = capsys.readouterr()
@@ -114,6 +119,9 @@ def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
         14: "are texts",
         15: "tools",
         16: "the prompt has 600 tokens",
+        18: "pin_seconds must be from 0 to 604800, got 1000",
+        19: "priority must be from -100 to 100, got nan",
+        20: "no JSON",
     }
     assert sorted(map(int, said)) == sorted(expected)
     for number, words in expected.items():
@@ -133,8 +141,58 @@ def test_what_cannot_run_at_all_is_one_line(
         (["warm", str(path), "--pin=8d"], 2, "pin_seconds must be from 0 to 604800"),
         (["warm", str(path), "--base-url=http://127.0.0.1:1"], 2, f"{path}:1: http://127.0.0.1:1: no answer"),
         (["warm", str(path), "--base-url=https://x"], 2, "give the server's address"),
+        (["warm", str(path), "--base-url=http://[::1"], 2, f"{path}:1: http://[::1: Invalid IPv6 URL"),
         (["warm", str(binary), f"--base-url={running.url}"], 1, "not UTF-8: invalid start byte at byte 3"),
     ):
         assert main(argv) == code
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+
+
+USAGE = {"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}}
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "code", "said"),
+    [
+        (200, {"usage": None}, 2, "its usage is no kvtier server's"),
+        (200, {"usage": {"prompt_tokens": 3, "prompt_tokens_details": None}}, 2, "its usage is no kvtier server's"),
+        (200, DEEP, 2, "answered 200 and no completion"),
+        (500, DEEP, 2, "answered 500 and no completion"),
+        (503, {"error": {"message": "about to\nend"}}, 2, "answered 503 (about to end) and no completion"),
+        (400, {"error": {"message": "no \x1b[31m\nroom"}}, 1, ": no [31m room"),
+        (None, b"", 2, "no answer"),
+    ],
+)
+def test_a_server_that_fails_midway_is_one_line_and_what_was_done_is_told(
+    status: int | None, answer: object, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([(200, USAGE), (status, answer)])
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            number, what = next(answers)
+            if number is not None:
+                self.send_response(number)
+                self.end_headers()
+                self.wfile.write(what if isinstance(what, bytes) else json.dumps(what).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nobody reads it."""
+
+    path = lines(tmp_path / "prompts.jsonl", {"prompt": "one"}, {"prompt": "two"})
+    with HTTPServer(("127.0.0.1", 0), Failing) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            assert main(["warm", str(path), f"--base-url=http://127.0.0.1:{server.server_port}"]) == code
+        finally:
+            server.shutdown()
+            serving.join()
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert f"{path}:2: " in line and said in line and line.isprintable()
+    assert shown.out.startswith(f"{path}:1: 3 tokens are pinned")
+    assert ("1 prompt warmed before" in line) == (code == 2)

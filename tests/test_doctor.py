@@ -28,8 +28,8 @@ from kvtier.storage_backends.redis_names import ABOUT, CLEAR, PREFIX
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
 
+from .backends.nvme import BLOCK, MIB, demoted, opened, promoted
 from .backends.support import Batch
-from .backends.test_nvme import BLOCK, MIB, demoted, opened, promoted
 from .backends.test_redis import behind
 from .engine.support import make_engine
 

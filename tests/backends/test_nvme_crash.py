@@ -23,8 +23,8 @@ from kvtier.testing.requirements import require_machine
 from kvtier.testing.tiers import lone_tier
 from kvtier.tier.lower import Parcel
 
+from .nvme import BLOCK, MIB, demoted, opened, promoted
 from .support import Batch
-from .test_nvme import BLOCK, MIB, demoted, opened, promoted
 
 EACH = 4
 """Blocks of one batch."""

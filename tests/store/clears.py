@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import redis
-
 from kvtier.abc.medium import KeyMedium, MediumContext
 from kvtier.key import Identity, Origin, Scope, Span, chain_keys, root_key
 from kvtier.params import build_params
@@ -16,10 +14,6 @@ from kvtier.testing.valkey import ValkeyServer
 from kvtier.url import TierUrl
 
 from .builders import IDENTITY, Bench
-
-
-def behind(server: ValkeyServer) -> redis.Redis:
-    return redis.Redis(unix_socket_path=str(server.socket_path))
 
 
 def on(server: ValkeyServer) -> RedisMedium:

@@ -8,8 +8,7 @@ import pytest
 
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import ValkeyServer, server_binary, start_valkey
-
-from .clears import behind
+from tests.support import behind
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,10 @@ from kvtier.store.epochs import name_of
 from kvtier.testing.valkey import ValkeyServer
 from kvtier.tier import key as tier_key
 from kvtier.tier import slot as tier_slot
+from tests.support import behind
 
 from .builders import IDENTITY, make_bench
-from .clears import asked, behind, media, on, upkeep
+from .clears import asked, media, on, upkeep
 
 LORA = Adapter("lora", b"d" * 32)
 ACME, OTHER = Scope(tenant=b"acme's secret"), Scope(tenant=b"another secret")

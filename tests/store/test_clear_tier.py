@@ -12,9 +12,10 @@ from kvtier.errors import RequestError
 from kvtier.key import Address
 from kvtier.store.epochs import name_of
 from kvtier.testing.valkey import ValkeyServer
+from tests.support import behind
 
 from .builders import IDENTITY, make_bench
-from .clears import asked, behind, media, on, upkeep
+from .clears import asked, media, on, upkeep
 
 
 @pytest.mark.parametrize("kind", ["nvme", "memory", "redis"])

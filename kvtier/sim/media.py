@@ -39,6 +39,10 @@ class Pipe:
         self._t0 = t0
         self._free_at = 0.0
 
+    @property
+    def now(self) -> float:
+        return self._schedule.now
+
     def move(self, blocks: int) -> None:
         """Sleep for as long as that takes, behind whatever is under way."""
         self._free_at = max(self._free_at, self._schedule.now) + blocks * self._block_seconds
@@ -148,43 +152,62 @@ class SlotStandIn(_Explained, PersistentSlotMedium):
 
 
 class KeyStandIn(_Explained, KeyMedium):
-    """A server of names and values, such as a Redis: over its ``capacity`` it drops what was used longest ago."""
+    """A server of names and values, such as a Redis: over its ``capacity`` it drops what was used longest ago.
 
-    def __init__(self, capacity: int | None, block_bytes: int, pipe: Pipe) -> None:
+    A name that is neither written nor touched for ``ttl`` seconds is gone.
+    """
+
+    def __init__(self, capacity: int | None, block_bytes: int, pipe: Pipe, ttl: float) -> None:
         """``capacity`` in blocks; None: there is no end to it."""
+        self.ttl = ttl
         self._capacity = capacity
         self._block_bytes = block_bytes
         self._pipe = pipe
         self._headers: OrderedDict[Address, bytes] = OrderedDict()
+        self._until: dict[Address, float] = {}
 
     def probe(self, names: Sequence[Address]) -> int:
         self._pipe.move(0)
-        return next((index for index, name in enumerate(names) if name not in self._headers), len(names))
+        return next((index for index, name in enumerate(names) if self._header(name) is None), len(names))
+
+    def _header(self, name: Address) -> bytes | None:
+        header = self._headers.get(name)
+        if header is not None and self._until[name] <= self._pipe.now:
+            self.delete([name])
+            return None
+        return header
+
+    def _used(self, names: Sequence[Address]) -> None:
+        for name in reversed(names):  # a head goes after its tail
+            if name in self._headers:
+                self._headers.move_to_end(name)
 
     def read(self, names: Sequence[Address], into: Sequence[Iovec], arrived: Arrived | None = None) -> list[Outcome]:
         self._pipe.move(len(names))
-        headers = [self._headers.get(name) for name in names]
+        headers = [self._header(name) for name in names]
         self.bytes_read += (len(headers) - headers.count(None)) * self._block_bytes
-        self.touch(names)
+        self._used(names)
         return _given(headers, into, arrived)
 
     def write(self, names: Sequence[Address], data: Sequence[Iovec]) -> list[Outcome]:
         self._pipe.move(len(names))
         self.bytes_written += len(names) * self._block_bytes
         self._headers.update(zip(names, (bytes(buffers[0]) for buffers in data), strict=True))
-        self.touch(names)
+        self._until.update(dict.fromkeys(names, self._pipe.now + self.ttl))
+        self._used(names)
         while self._capacity is not None and len(self._headers) > self._capacity:
-            self._headers.popitem(last=False)
+            self.delete([next(iter(self._headers))])
         return [Outcome(Status.DONE, _FRAME)] * len(names)
 
     def touch(self, names: Sequence[Address]) -> None:
-        for name in reversed(names):  # a head goes after its tail
-            if name in self._headers:
-                self._headers.move_to_end(name)
+        there = [name for name in names if self._header(name) is not None]
+        self._used(there)
+        self._until.update(dict.fromkeys(there, self._pipe.now + self.ttl))
 
     def delete(self, names: Sequence[Address]) -> None:
         for name in names:
             self._headers.pop(name, None)
+            self._until.pop(name, None)
 
     def scan(self) -> Iterator[Address]:
         return iter(list(self._headers))
@@ -194,6 +217,7 @@ class KeyStandIn(_Explained, KeyMedium):
 
     def clear(self) -> None:
         self._headers.clear()
+        self._until.clear()
 
     def reclaim(self) -> int:
         return 0  # nothing is hidden

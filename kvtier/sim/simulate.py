@@ -7,6 +7,7 @@ arrived, never waits for a GPU that others use, and computes at the speed that i
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,12 +17,13 @@ from functools import partial
 from kvtier import policy
 from kvtier.abc.store import SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
-from kvtier.config import StoreSettings, TierOptions, tier_options
+from kvtier.config import StoreSettings, TierOptions, WriteMode, tier_options
 from kvtier.cost import DRAM, FittedGate, Gate, OpenGate
 from kvtier.errors import ConfigError
 from kvtier.key import KEY_BYTES, BlockKey, Origin, Shard, Span
 from kvtier.metrics import Metrics
 from kvtier.params import nearest
+from kvtier.policy.admission import BURSTS
 from kvtier.quantity import Bytes, Seconds
 from kvtier.sim.clock import Schedule, TimedWorkers
 from kvtier.sim.media import STAND_IN, DeviceStandIn, DramStandIn, KeyStandIn, Pipe, SlotStandIn
@@ -42,6 +44,8 @@ HBM = "hbm"
 SLOTTED, NAMED = ("nvme",), ("redis", "rediss", "fs", "memory")
 """Schemes below DRAM, of numbered places and of names."""
 LOWER_THREADS = StoreSettings().transfer_threads
+_TTL = dict.fromkeys(("redis", "rediss", "fs"), 86_400.0)
+"""Seconds that a name lives where a URL does not say."""
 STEP_SECONDS = 0.005
 """How often the engine asks again for blocks that are on their way."""
 _SPEEDS: dict[str, tuple[float, float]] = {
@@ -64,8 +68,12 @@ class Speeds:
     t0: Seconds | None = None
     """Before the first byte of a call."""
     threads: int = LOWER_THREADS
+    ttl: Seconds | None = None
+    """How long a name lives that nothing renews."""
 
     def __post_init__(self) -> None:
+        if self.ttl is not None and self.ttl < 1:
+            raise ValueError("ttl: a name has to live for a second at least")
         if self.bandwidth is not None and self.bandwidth < 1:
             raise ValueError("bandwidth: nothing would ever come")
         if self.threads < 1:
@@ -84,6 +92,8 @@ class Rung:
     bandwidth: float
     t0: float
     threads: int
+    ttl: float
+    """Seconds that a name lives which nothing renews."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ def ladder(urls: Sequence[TierUrl], block_bytes: int) -> list[Rung]:
             known = nearest(url.scheme, (HBM, DRAM, *SLOTTED, *NAMED))
             raise ConfigError(f"{url}: {url.scheme}:// cannot be simulated{known}")
         options, speeds = tier_options(url, Speeds)
-        policy.check(options.policy, f"{url}: policy")
+        _check(url, options, block_bytes)
         bandwidth, t0 = _SPEEDS.get(url.scheme, (None, 0.0))
         bandwidth = speeds.bandwidth if speeds.bandwidth is not None else bandwidth
         if speeds.capacity is None and url.scheme not in NAMED:
@@ -126,6 +136,7 @@ def ladder(urls: Sequence[TierUrl], block_bytes: int) -> list[Rung]:
                 bandwidth or 1.0,
                 t0 if speeds.t0 is None else speeds.t0,
                 speeds.threads,
+                _TTL.get(url.scheme, math.inf) if speeds.ttl is None else speeds.ttl,
             )
         )
     schemes = [rung.scheme for rung in rungs]
@@ -134,6 +145,27 @@ def ladder(urls: Sequence[TierUrl], block_bytes: int) -> list[Rung]:
         got = ", ".join(f"{scheme}://" for scheme in schemes) or "none"
         raise ConfigError(f"tiers: one dram:// is needed, before all others but an hbm://; got {got}")
     return rungs
+
+
+def _check(url: TierUrl, options: TierOptions, block_bytes: int) -> None:
+    """Refuse a setting that would change nothing here, or that a server would refuse."""
+    policy.check(options.policy, f"{url}: policy")
+    for name in sorted({"codec", "encrypt", "verify"} & set(url.params)):
+        raise ConfigError(f"{url}: {name}: not simulated; leave it out")
+    if "ttl" in url.params and url.scheme not in _TTL:
+        raise ConfigError(f"{url}: ttl: {url.scheme}:// keeps blocks until they are evicted")
+    if "policy" in url.params and url.scheme in NAMED:
+        raise ConfigError(f"{url}: policy: {url.scheme}:// itself chooses what goes; leave it out")
+    if url.scheme in (HBM, DRAM):
+        for name in sorted({"admission", "write_budget"} & set(url.params)):
+            raise ConfigError(f"{url}: {name}: {url.scheme}:// takes every block; only tiers below dram:// choose")
+        if options.write is not WriteMode.THROUGH:
+            raise ConfigError(f"{url}: write: {url.scheme}:// is offered every block, so only through is possible")
+    if options.write_budget is not None and options.write_budget < BURSTS * block_bytes:
+        raise ConfigError(
+            f"{url}: write_budget: {options.write_budget} bytes a day are less than a block an hour "
+            f"({BURSTS * block_bytes})"
+        )
 
 
 @dataclass
@@ -230,7 +262,7 @@ class Simulation:
         workers, raw = TimedWorkers(rung.name, rung.threads, self.schedule), codec_named("raw")
         meter, pipe, size = metrics.tier(rung.name), self._pipe(rung), self.machine.block_bytes
         if rung.scheme in NAMED:
-            names = self._media[rung.name] = KeyStandIn(rung.blocks, size, pipe)
+            names = self._media[rung.name] = KeyStandIn(rung.blocks, size, pipe, rung.ttl)
             return KeyTier(rung.name, rung.options, names, raw, workers, meter, lock, self.schedule)
         assert rung.blocks is not None, "`ladder` has seen to it"
         slots = self._media[rung.name] = SlotStandIn(rung.blocks, size, pipe)

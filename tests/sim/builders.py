@@ -33,14 +33,14 @@ def mooncake(path: Path, chains: Iterable[Sequence[int]], every_s: float = 1.0) 
     )
 
 
-def recorded(path: Path, chains: Iterable[Sequence[int]], block_tokens: int = 16) -> Path:
+def recorded(path: Path, chains: Iterable[Sequence[int]], block_tokens: int = 16, every_s: float = 1.0) -> Path:
     """A trace of our own format."""
     return write_lines(
         path,
         [{"format": "kvtier-trace", "version": 1, "block_tokens": block_tokens}]
         + [
             {
-                "t": float(number),
+                "t": every_s * number,
                 "in": block_tokens * len(chain),
                 "out": 4,
                 "keys": [one.to_bytes(16, "big").hex() for one in chain],

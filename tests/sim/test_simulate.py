@@ -13,11 +13,11 @@ from kvtier.errors import ConfigError
 from kvtier.key import Address
 from kvtier.sim.clock import Schedule, TimedWorkers
 from kvtier.sim.replay import Counting, Workload, workload
-from kvtier.sim.simulate import Books, Machine, Simulation, ladder
+from kvtier.sim.simulate import STEP_SECONDS, Books, Machine, Simulation, ladder
 from kvtier.sim.traces import Reference
 from kvtier.transfer.workers import Urgency
 from kvtier.url import TierUrl
-from tests.sim.builders import drawn_chains, mooncake
+from tests.sim.builders import drawn_chains, mooncake, recorded
 
 BLOCK = 1 << 20
 """Bytes of a block here."""
@@ -190,6 +190,21 @@ def test_a_model_and_a_gpu_say_what_blocks_weigh_and_prefill_takes(
         (["--tier", "dram://?capacity=1GiB&bandwidth=0", *SPEED], "bandwidth: nothing would ever come"),
         (["--tier", "dram://?capacity=1GiB&policy=lur", *SPEED], "unknown policy 'lur'; did you mean 'lru'?"),
         ([*TIERS, "--tier", "fs:///x?capacity=1GiB", *SPEED], "bandwidth is missing"),
+        (["--tier", "dram://?capacity=1GiB&admission=second", *SPEED], "dram:// takes every block"),
+        (["--tier", "hbm://?capacity=1GiB&write_budget=1GB", *TIERS, *SPEED], "hbm:// takes every block"),
+        (["--tier", "dram://?capacity=1GiB&write=back", *SPEED], "write: dram:// is offered every block"),
+        ([*TIERS, "--tier", "nvme:///?capacity=1GiB&codec=zstd", *SPEED], "codec: not simulated; leave it out"),
+        ([*TIERS, "--tier", "nvme:///?capacity=1GiB&encrypt=key", *SPEED], "encrypt: not simulated; leave it out"),
+        (["--tier", "dram://?capacity=1GiB&verify=always", *SPEED], "verify: not simulated; leave it out"),
+        ([*TIERS, "--tier", "redis://h?policy=lru", *SPEED], "redis:// itself chooses what goes"),
+        ([*TIERS, "--tier", "redis://h?ttl=0", *SPEED], "ttl"),
+        (
+            [*TIERS, "--tier", "nvme:///?capacity=1GiB&ttl=1h", *SPEED],
+            "ttl: nvme:// keeps blocks until they are evicted",
+        ),
+        ([*TIERS, "--tier", "nvme:///?capacity=1GiB&write_budget=1MB", *SPEED], "less than a block an hour"),
+        ([*TIERS, "--tier", "nvme:///?capacity=1GiB&admission=adaptive", *SPEED], "adaptive spends a write_budget"),
+        (["--tier", "dram://?capacity=1GiB&t0=-1s", *SPEED], "t0"),
         ([*TIERS, "--prefill", "1000"], "--prefill and --block-bytes"),
         ([*TIERS, "--prefill", "0", "--block-bytes", "1"], "never computed"),
         ([*TIERS, "--model", "llama-9"], "model 'llama-9' is not in the table"),
@@ -216,3 +231,54 @@ def test_a_broken_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_first_tier_may_be_the_engines_own_and_only_that() -> None:
     with pytest.raises(ConfigError, match="one dram:// is needed"):
         ladder([TierUrl.parse("dram://?capacity=1GiB"), TierUrl.parse("hbm://?capacity=1GiB")], BLOCK)
+
+
+def test_a_tiny_ladder_is_what_a_hand_computes(tmp_path: Path) -> None:
+    """Six blocks of DRAM: the third and fourth prompt push out 3, 4 and 2; the last finds 1 in DRAM, 2 and 3 below."""
+    chains = [(1, 2, 3), (1, 2, 4), (5, 6, 7), (8, 9), (1, 2, 3)]
+    path, out = recorded(tmp_path / "t", chains, TOKENS, every_s=100.0), tmp_path / "report.json"
+    tiers = (f"dram://?capacity={6 * BLOCK}", f"nvme:///?capacity=1GiB&write=through&bandwidth={2 * BLOCK}&t0=0.5")
+    flags = [flag for tier in tiers for flag in ("--tier", tier)]
+    more = ["--prefill", "1000", "--block-bytes", str(BLOCK), "--gate", "off", "--warmup", "0", "--json", str(out)]
+    assert main(["simulate", "--trace", str(path), *flags, *more]) == 0
+    report = json.loads(out.read_text())
+    dram, nvme = report["rows"]
+    assert (report["requests"], report["references"]) == (5, 14)
+    assert dram["hit_rate"] == pytest.approx(3 / 14, abs=1e-6)
+    assert nvme["hit_rate"] == pytest.approx(2 / 14, abs=1e-6)
+    assert report["computed_because"] == {"never stored": pytest.approx(9 / 14, abs=1e-6)}
+    assert (dram["bytes_read"], dram["bytes_written"]) == (5 * BLOCK, 9 * BLOCK)
+    assert (nvme["bytes_read"], nvme["bytes_written"]) == (2 * BLOCK, 9 * BLOCK)
+    assert report["gpu_seconds"] == pytest.approx(0.048 + 0.016 + 0.080 + 0.001)
+    assert report["gpu_seconds_saved"] == pytest.approx(0.032 + 0.047)
+    copied = 2e-5 + 5 * BLOCK / 25e9
+    below = 0.5 + 1.0
+    waited = 5 * report["ttft_s"]["mean"] - 0.145 - copied - below
+    assert 0.0 <= waited <= STEP_SECONDS + 1e-5, "what came from below is noticed at the next step"
+    assert report["seconds"] == pytest.approx(400 + below + 0.001 + waited + 1e-5 + 3 * BLOCK / 25e9, abs=1e-5)
+    assert nvme["bytes_written_per_day"] == pytest.approx(9 * BLOCK / report["seconds"] * 86400, abs=1)
+    assert report["ttft_without_s"]["mean"] == pytest.approx(0.0448)
+
+
+def test_a_ladder_chooses_what_it_writes_by_the_rules_that_serve() -> None:
+    once = [(number, 100 + number) for number in range(40)]
+    work = work_of([*once, *once[:10]])
+    dram, below = f"dram://?capacity={4 * BLOCK}", "nvme:///?capacity=1GiB&write=through&bandwidth=1GB"
+    written = {
+        rule: simulated(work, dram, f"{below}{rule}").moved["nvme"][1] // BLOCK
+        for rule in ("", "&admission=second", f"&write_budget={24 * 4 * BLOCK}")
+    }
+    assert written[""] == 80
+    assert written["&admission=second"] == 20, "what was offered before"
+    hours = work.times[-1] / 3600
+    assert 4 <= written[f"&write_budget={24 * 4 * BLOCK}"] <= 4 + 4 * hours, "an hour's worth, and as much an hour"
+
+
+def test_names_expire_where_nothing_renews_them() -> None:
+    work = work_of([(1, 2), (3, 4), (5, 6), (1, 2)], every_s=100.0)
+    below = "redis://h?bandwidth=1GB&write=through"
+    dram = f"dram://?capacity={4 * BLOCK}"
+    assert simulated(work, dram, f"{below}&ttl=301s").hits["redis"] == 2
+    assert simulated(work, dram, f"{below}&ttl=299s").hits["redis"] == 0
+    renewed = work_of([(1, 2), (3, 4), (1, 2), (5, 6), (7, 8), (1, 2)], every_s=100.0)
+    assert simulated(renewed, dram, f"{below}&ttl=310s").hits["redis"] == 2, "a hit in DRAM renews what is below"

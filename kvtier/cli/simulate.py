@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "A tier is a URL with ?capacity= and, below hbm://, ?bandwidth= (bytes per second) and ?t0= (seconds per call): "
         "hbm:// (the engine's own cache), then dram://, then any of nvme://, redis://, fs://, each with the ?policy=, ?write=, "
-        "?admission=, ?write_budget= and (names) ?ttl= that a server would be given; what changes nothing here is refused. The store, its tiers, queues and gate are the ones that serve; media, clock and "
+        "?admission=, ?write_budget= and (names) ?ttl= that a server would be given; what changes nothing here is refused. "
+        "The store, its tiers, queues and gate are the ones that serve; media, clock and "
         "threads are stand-ins. A request's first token is its tiers' time and its own prefill: nobody waits for a GPU that "
         f"others use. Models: {', '.join(MODELS)}; or the path of a config.json. GPUs: {', '.join(GPUS)}."
     )

@@ -9,6 +9,7 @@ name, and a version that changes with every epoch; every probe reads generation 
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
 import threading
 import time
@@ -75,6 +76,9 @@ for j = 0, #names / {ADDRESS_BYTES} - 1 do
 end
 return 0
 """
+
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""A batch has no more threads than that: each is a copy, and those above only take turns."""
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -395,7 +399,7 @@ class RedisMedium(KeyMedium):
     def _shared(self, job: Callable[[Wire, range, list[Outcome]], None], count: int) -> list[Outcome]:
         """``job`` for indices dealt out over the connections; raises where none of them got through."""
         outcomes = [Outcome(Status.FAILED, 0, "not tried")] * count
-        hands = min(self._connections, count)
+        hands = min(self._connections, count, _CORES)
         if not hands:
             return outcomes
         self._breaker.check()  # once: behind a breaker that lets one call try, a batch is one call

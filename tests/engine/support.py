@@ -24,7 +24,7 @@ from kvtier.config import Preemption
 from kvtier.engine.architecture import ModelConfig, random_tensors
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.request import Request
+from kvtier.engine.request import Output, Request
 from kvtier.engine.sampler import SamplingParams, continuation_seed
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer, TokenizerSource, Vocabulary
@@ -340,3 +340,26 @@ class _Worker(WorkerConnector):
                 self.owner.blocks.setdefault(key, bytes(self._view(slot)))
             self.saved_blocks += len(save.slots)
         return Finished(saved=tuple((save.request_id, save.slots) for save in ended))
+
+
+def assert_idle(engine: Engine, connector: DictConnector | None = None) -> None:
+    assert engine.settle(5.0)
+    assert engine.check_integrity() == []
+    spare = int(engine.config.recompute_sample > 0)
+    assert (engine.pool.referenced, engine.pool.writing, engine.pool.retiring) == (spare, spare, 0)
+    if connector is not None:
+        assert connector.idle() == []
+
+
+def tokens_of(engine: Engine, requests: Sequence[Request]) -> dict[str, list[tuple[int, ...]]]:
+    answers: dict[str, list[tuple[int, ...]]] = {request.id: [] for request in requests}
+    for completion in engine.run(requests):
+        answers[completion.request_id].append(completion.tokens)
+    return answers
+
+
+def drain(engine: Engine) -> list[Output]:
+    outputs: list[Output] = []
+    while engine.open_requests:
+        outputs += engine.step()
+    return outputs

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.bench.drive import Drive, Played
-from kvtier.bench.report import Row, Stopped, progress, table
+from kvtier.bench.report import Row, Stopped, percentile, progress, table
 from kvtier.bench.workloads import WORKLOADS, Arrival, Draw, arrivals
 from kvtier.config import Preemption, Settings
 from kvtier.engine.engine import Engine
@@ -237,7 +235,7 @@ def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memo
         "kv_share": memory.share,
         "tokens_per_s": played.tokens / played.seconds,
         "hit_rate": played.hit_rate,
-        "itl_p99_s": float(np.percentile(played.gaps, 99)) if played.gaps else None,
+        "itl_p99_s": percentile(played.gaps, 99),
         "ttft_p50_s": statistics.median(played.ttfts) if played.ttfts else None,
         "long_ttft_p50_s": statistics.median(long) if long else None,
         "failed": played.failed,

@@ -17,7 +17,7 @@ from kvtier.assembly.assemble import Assembly, assemble
 from kvtier.bench.ablation import IDEAS, Found, ablate, ideas
 from kvtier.bench.drive import Drive, Played
 from kvtier.bench.ratio import HOLDS, TOO_FEW, ratio_of_medians
-from kvtier.bench.report import Row, Stopped, check_json, machine, progress, stoppable, table, write_json
+from kvtier.bench.report import Row, Stopped, check_json, machine, percentile, progress, stoppable, table, write_json
 from kvtier.bench.workloads import WORKLOADS, Conversation, Draw, named
 from kvtier.config import Settings, resolve
 from kvtier.config import add_arguments as add_settings
@@ -226,11 +226,6 @@ def declined_tokens(metrics: Metrics) -> int:
             if sample.name == "kvtier_gate_tokens_total" and sample.labels["verdict"] == "declined"
         )
     )
-
-
-def percentile(values: Sequence[float], rank: int) -> float | None:
-    """By nearest rank; None of nothing."""
-    return float(np.percentile(values, rank, method="inverted_cdf")) if values else None
 
 
 def _turns(

@@ -17,6 +17,7 @@ import numpy as np
 from kvtier.abc.codec import Codec
 from kvtier.abc.medium import Iovec, KeyMedium, Outcome, PersistentSlotMedium, Record, SlotMedium
 from kvtier.bench.limits import Limit, spread
+from kvtier.bench.report import percentile
 from kvtier.codec.catalogue import codec_named
 from kvtier.codec.frame import HEADER_BYTES, Asked, FrameHeader, content_sum
 from kvtier.codec.seal import Sealer
@@ -317,10 +318,11 @@ class Timed:
         """10^9 bytes a second at the median round of ``nbytes``; None where nothing was timed."""
         return nbytes / 1e9 / statistics.median(self.seconds[which]) if self.seconds[which] else None
 
-    def latency(self, share: float) -> float:
-        """Seconds within which that share of the calls ended (nearest rank)."""
-        ordered = sorted(self.latencies)
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    def latency(self, rank: int) -> float:
+        """Seconds within which so many percent of the calls ended."""
+        found = percentile(self.latencies, rank)
+        assert found is not None, "at least two rounds are timed"
+        return found
 
 
 def measure(

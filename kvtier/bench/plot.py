@@ -32,6 +32,8 @@ class Series:
     ys: Sequence[float]
     limit: bool = False
     """Drawn dashed, without marks, in the colour of the last line that is no limit: what that line cannot pass."""
+    colour: str = ""
+    """Its own, where it is a limit of all lines."""
     panel: str = ""
     """Title of the part of the picture that it belongs to; parts are in the order in which their first lines come."""
 
@@ -90,9 +92,9 @@ def _draw(axes: Axes, series: Sequence[Series], x_ticks: Callable[[float], str] 
         look = (
             {"linestyle": _DASHES[(limits - 1) % len(_DASHES)]}
             if each.limit
-            else {"marker": MARKERS[at], "markersize": 5.0}
+            else {"marker": MARKERS[(at + drawn // len(COLOURS)) % len(MARKERS)], "markersize": 5.0}
         )
-        axes.plot(each.xs, each.ys, color=COLOURS[at], label=each.label, **look)
+        axes.plot(each.xs, each.ys, color=each.colour or COLOURS[at], label=each.label, **look)
     if x_ticks is not None:
         places = sorted({x for each in series for x in each.xs})
         axes.set_xticks(places, [x_ticks(place) for place in places])

@@ -76,6 +76,12 @@ def machine() -> dict[str, object]:
     return {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 
+def percentile(values: Sequence[float], rank: int) -> float | None:
+    """By nearest rank, so that it is a value that was seen; None of nothing."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-rank * len(ordered) // 100) - 1)] if ordered else None
+
+
 def check_json(path: Path | None) -> None:
     """Raise ``ConfigError`` where a report could not be written, before anything is measured for it."""
     if path is not None:

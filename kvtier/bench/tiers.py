@@ -219,8 +219,8 @@ def _rows(name: str, plane: Plane, cell: Cell, timed: dict[str, Timed]) -> Itera
             "gb_s_bare": None if bare is None else round(bare, 4),
             "limit_gb_s": None if limit is None else round(limit, 4),
             "ratio": None if limit is None else round(ours / limit, 3),
-            "p50_ms": round(1e3 * one.latency(0.50), 4),
-            "p99_ms": round(1e3 * one.latency(0.99), 4),
+            "p50_ms": round(1e3 * one.latency(50), 4),
+            "p99_ms": round(1e3 * one.latency(99), 4),
             "calls": len(one.latencies),
             "io": plane.io,
         }

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.assembly.assemble import assemble
@@ -19,7 +20,7 @@ from kvtier.bench.ablation import EVERY, IDEAS, Found, Memory, Slab, StaticBatch
 from kvtier.bench.drive import Drive, Played, store_cpu, store_cpu_since
 from kvtier.bench.engine import Passes, _tell, compare, declined_tokens
 from kvtier.bench.ratio import Ratio, ratio_of_medians
-from kvtier.bench.report import Stopped
+from kvtier.bench.report import Stopped, percentile
 from kvtier.bench.workloads import WORKLOADS, Arrival, Conversation, Draw, arrivals, named
 from kvtier.cli.main import main
 from kvtier.config import Settings, resolve
@@ -147,6 +148,14 @@ def test_arrivals_have_the_same_lengths_and_times_for_every_vocabulary() -> None
 )
 def test_verdicts(ratio: Ratio, verdict: str) -> None:
     assert ratio.verdict == verdict
+
+
+def test_percentiles_are_values_that_were_seen(seed: int) -> None:
+    assert percentile([], 99) is None
+    assert [percentile([3.0, 1.0, 2.0], rank) for rank in (1, 33, 34, 50, 67, 99, 100)] == [1, 1, 2, 2, 3, 3, 3]
+    assert percentile(range(1, 101), 7) == 7 and percentile(range(1, 101), 99) == 99
+    seen = [random.Random(seed + each).random() for each in range(37)]
+    assert percentile(seen, 90) == float(np.percentile(seen, 90, method="inverted_cdf"))
 
 
 def test_the_interval_encloses_the_ratio_that_is_there(seed: int) -> None:

@@ -144,9 +144,9 @@ async def test_whatever_comes_is_one_line(kind: str) -> None:
     assert (call.fault is None) if fault is None else (call.fault or "").startswith(fault), call.fault
     assert (call.fault or "x").isprintable() and len(call.fault or "") < 300 and SECRET not in (call.fault or "")
     assert len(call.times) == pieces if pieces >= 0 else len(call.times) <= MOST_PIECES
-    assert call.ended is not None and call.ended - call.sent < 1.0
+    assert call.ended is not None and call.ended - call.sent < 5.0
     if kind == "ends and stays":
-        assert call.ended - call.sent < 0.1, "an answer ends with its last event, not with its connection"
+        assert call.ended - call.times[-1] < 0.1, "an answer ends with its last event, not with its connection"
     report = summary([call], Targets(1.0, 1.0))
     assert json.loads(json.dumps(report)) == report
     assert (report["without_text"], report["without_usage"]) == (
@@ -191,6 +191,15 @@ async def test_a_hundred_thousand_pieces_are_counted() -> None:
         async with Client(url, ApiAccess(), timeout=10.0) as client:
             await client.ask(client.body("m", "x", 4), call)
     assert call.ok and len(call.times) == call.tokens == 100_000
+
+
+async def test_an_answer_beyond_all_measure_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.bench.client.MOST_PIECES", 10)
+    call = Call(0.0)
+    with listening(without_end(STREAM, WORD * 4)) as url:
+        async with Client(url, ApiAccess(), timeout=10.0) as client:
+            await client.ask(client.body("m", "x", 4), call)
+    assert call.fault == "an event is not what the API has: more than 10 pieces" and len(call.times) == 10
 
 
 async def test_https_where_there_is_no_tls_says_so() -> None:

@@ -285,14 +285,15 @@ def test_figures_are_those_counted_by_hand() -> None:
         call(1.0, 1.6, 1.7, ended=1.7, sent_at=1.1),  # TTFT 0.5: too late
         call(2.0, 2.1, 2.5, ended=2.5),  # TPOT 0.4: too slow
         call(3.0, 3.1, ended=4.0),  # one token: no TPOT to miss
-        call(3.5, 3.6, ended=3.7, fault="cut"),
+        call(3.5, 3.6, ended=5.0, fault="cut"),
     ]
     report: dict[str, Any] = summary(calls, Targets(ttft=0.2, tpot=0.2))
-    assert report["goodput"] == {"ttft_target_s": 0.2, "tpot_target_s": 0.2, "share": 0.4, "requests_per_s": 0.5}
+    assert report["goodput"] == {"ttft_target_s": 0.2, "tpot_target_s": 0.2, "share": 0.4, "requests_per_s": 0.4}
     assert report["ttft_s"] == pytest.approx({"p50": 0.1, "p90": 0.5, "p99": 0.5})
     assert report["tpot_s"] == pytest.approx({"p50": 0.1, "p90": 0.4, "p99": 0.4})
     assert report["late_s"] == pytest.approx({"p50": 0.0, "p90": 0.1, "p99": 0.1})
-    assert report["seconds"] == 4.0 and report["requests_per_s"] == 1.0 and report["failed"] == {"cut": 1}
+    assert report["seconds"] == 5.0 and report["requests_per_s"] == 0.8 and report["output_tokens_per_s"] == 9 / 5.0
+    assert report["failed"] == {"cut": 1}
     assert summary([], Targets(1, 1))["ttft_s"] is None
 
 

@@ -20,7 +20,6 @@ import torch
 
 from kvtier.abc.connector import KVConnector
 from kvtier.abc.medium import SlotMedium
-from kvtier.engine.attention import Chunk
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import ASK_SECONDS, Exchange
 from kvtier.engine.model import Model, StepBatch
@@ -96,7 +95,11 @@ class Engine:
         self.lock = threading.RLock()
         self.times = StepTimes()
         self._tally = Tally(metrics)
-        self._rechecker = _rechecker(config, model, kv, pool, self._tally, clock)
+        self._rechecker: Rechecker | None = None
+        if config.recompute_sample:
+            spare = pool.allocate(1, clock())
+            assert spare is not None, "the pool is new"
+            self._rechecker = Rechecker(config.recompute_sample, config.seed, model, kv, spare.slots[0], self._tally)
         slots = pool.capacity - len(self._own_slots())
         self.max_length = min(config.max_length, model.config.max_positions, slots * block_tokens)
         """Longest sequence that this engine can ever hold."""
@@ -210,7 +213,7 @@ class Engine:
             self._kv[target].copy_(self._kv[source])
         self._exchange.start_loads(plan)
         work = list(schedule.work.values())
-        batch = _batch(work)
+        batch = StepBatch(tuple(each.chunk() for each in work))
         logits = self._model.forward(
             batch,
             self._kv,
@@ -403,24 +406,12 @@ class Engine:
         sequence.tokens.append(token)
         group.stats.completion_tokens += 1
         extra = None if sampling.logprobs is None else logprobs(logits[None], [token], sampling.logprobs)[0]
-        text, finish = self._text(sequence, token)
+        text, finish = sequence.say(token, self._eos)
         if finish is None and (sequence.generated == sampling.max_tokens or len(sequence.tokens) >= self.max_length):
             finish = FinishReason.LENGTH
         if finish is None:
             return Output(group.request.id, sequence.index, (token,), text, group.stats, logprob=extra)
         return self._end(sequence, finish, (token,), text, extra)
-
-    def _text(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
-        """What ``token`` adds to the text that may be shown, and whether it ends the sequence."""
-        sampling = sequence.group.request.sampling
-        counts = sequence.generated >= sampling.min_tokens
-        if counts and (token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)):
-            return "", FinishReason.STOP
-        piece = sequence.detokenizer.push(token) if sequence.detokenizer is not None else ""
-        if not counts:
-            return piece, None
-        text, stopped = sequence.stops.push(piece)
-        return text, FinishReason.STOP if stopped else None
 
     def _end(
         self,
@@ -434,9 +425,8 @@ class Engine:
         group = sequence.group
         sequence.finish = finish
         self._scheduler.remove(sequence)
-        if finish is not FinishReason.ABORT and sequence.detokenizer is not None:
-            rest, stopped = sequence.stops.push(sequence.detokenizer.finish())
-            text += rest if stopped else rest + sequence.stops.finish()
+        if finish is not FinishReason.ABORT:
+            text += sequence.rest()
         group.unfinished -= 1 + sequence.forks
         sequence.forks = 0
         if not group.unfinished:
@@ -449,36 +439,3 @@ class Engine:
         return Output(
             group.request.id, sequence.index, tokens, text, group.stats, finish, not group.unfinished, logprob
         )
-
-
-def _rechecker(
-    config: EngineConfig,
-    model: Model,
-    kv: torch.Tensor,
-    pool: BlockPool,
-    tally: Tally,
-    clock: Callable[[], float],
-) -> Rechecker | None:
-    if not config.recompute_sample:
-        return None
-    spare = pool.allocate(1, clock())
-    assert spare is not None, "the pool is new"
-    return Rechecker(config.recompute_sample, config.seed, model, kv, spare.slots[0], tally)
-
-
-def _batch(work: list[Work]) -> StepBatch:
-    for each in work:
-        each.sequence.chain.extend(each.sequence.tokens)
-    return StepBatch(
-        tuple(
-            Chunk(
-                each.sequence.tokens[each.start : each.start + each.count],
-                each.start,
-                each.sequence.slots,
-                "last" if each.samples else "none",
-                each.sequence.chain.keys,
-                len(each.loaded),
-            )
-            for each in work
-        )
-    )

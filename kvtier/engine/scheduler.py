@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from kvtier.abc.store import Reason
 from kvtier.config import Preemption
+from kvtier.engine.attention import Chunk
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import Exchange
 from kvtier.engine.recheck import Recheck, Rechecker
@@ -64,6 +65,19 @@ class Work:
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one can be chosen."""
         return self.start + self.count == len(self.sequence.tokens)
+
+    def chunk(self) -> Chunk:
+        """The same as the model takes it."""
+        sequence = self.sequence
+        sequence.chain.extend(sequence.tokens)
+        return Chunk(
+            sequence.tokens[self.start : self.start + self.count],
+            self.start,
+            sequence.slots,
+            "last" if self.samples else "none",
+            sequence.chain.keys,
+            len(self.loaded),
+        )
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from kvtier.abc.store import Hints
@@ -58,10 +59,6 @@ class Group:
     seed: int
     unfinished: int = 1
     """Continuations that may still give something; those not forked yet are counted."""
-
-    @property
-    def seats(self) -> int:
-        return self.request.sampling.n
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +127,25 @@ class Sequence:
 
     def draw(self) -> Draw:
         return Draw(self.group.request.sampling, continuation_seed(self.group.seed, self.index), self.generated)
+
+    def say(self, token: int, eos: Container[int]) -> tuple[str, FinishReason | None]:
+        """What a token that was just added gives to the text that may be shown, and whether it ends the sequence."""
+        sampling = self.group.request.sampling
+        counts = self.generated >= sampling.min_tokens
+        if counts and (token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos)):
+            return "", FinishReason.STOP
+        piece = self.detokenizer.push(token) if self.detokenizer is not None else ""
+        if not counts:
+            return piece, None
+        text, stopped = self.stops.push(piece)
+        return text, FinishReason.STOP if stopped else None
+
+    def rest(self) -> str:
+        """What the text still held back, at the end."""
+        if self.detokenizer is None:
+            return ""
+        rest, stopped = self.stops.push(self.detokenizer.finish())
+        return rest if stopped else rest + self.stops.finish()
 
     def fork(self, index: int, tokenizer: Tokenizer | None) -> Sequence:
         """A sibling that shares every block so far. The caller counts the references."""

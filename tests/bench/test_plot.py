@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvtier.bench.plot import Series, check_plot, line_plot
+from kvtier.bench.plot import COLOURS, Series, check_plot, line_plot
 from kvtier.errors import ConfigError
 
 SERIES = [
@@ -66,3 +67,14 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "ConfigError: --plot needs matplotlib; run: pip install 'kvtier[plot]'" in done.stderr
+
+
+def test_more_lines_than_colours_have_other_marks_and_a_limit_of_all_its_own_colour(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [Series(str(number), [1, 2], [number, 1]) for number in range(len(COLOURS) + 1)]
+    limit = Series("limit", [1, 2], [9, 9], limit=True, colour="#123456")
+    line_plot([*lines, limit], tmp_path / "a.svg", x_label="x", y_label="y")
+    text = (tmp_path / "a.svg").read_text()
+    assert "stroke: #123456" in text
+    marks = re.findall(rf'<use xlink:href="#(\w+)"[^>]*{COLOURS[0].lower()}', text)
+    assert len(set(marks)) == 2, "the first and the eighth line have one colour and two marks"

@@ -123,6 +123,8 @@ async def test_users_wait_for_their_answers() -> None:
             open_now += step
             most = max(most, open_now)
         assert most == 3
+        dues, ends = sorted(each.due for each in calls), sorted(each.ended or 0 for each in calls)
+        assert all(due >= end for due, end in zip(dues[3:], ends, strict=False)), "due when answered"
 
 
 MOONCAKE = [
@@ -224,6 +226,12 @@ async def test_a_server_that_has_gone_ends_the_run() -> None:
         assert sum(call.ok for call in calls) == 5 and len(calls) == 5 + GONE_AFTER
 
 
+async def test_failures_between_answers_do_not_end_the_run() -> None:
+    async with StubServer(reply=lambda number: Reply(500) if number % 2 else Reply()) as server:
+        sender, calls = await sent(server, arrivals=Users(1), requests=2 * GONE_AFTER + 4)
+        assert sender.ended is None and sum(call.ok for call in calls) == GONE_AFTER + 2
+
+
 async def test_a_key_is_sent_and_never_shown() -> None:
     secret = "sk-very-secret"
     async with StubServer(reply=lambda _: Reply(401, f"no such key: {secret}")) as server:
@@ -287,12 +295,13 @@ def test_figures_are_those_counted_by_hand() -> None:
         call(3.0, 3.1, ended=4.0),  # one token: no TPOT to miss
         call(3.5, 3.6, ended=5.0, fault="cut"),
     ]
+    calls[1].completion_tokens = 6  # in two pieces: TPOT 0.02
     report: dict[str, Any] = summary(calls, Targets(ttft=0.2, tpot=0.2))
     assert report["goodput"] == {"ttft_target_s": 0.2, "tpot_target_s": 0.2, "share": 0.4, "requests_per_s": 0.4}
     assert report["ttft_s"] == pytest.approx({"p50": 0.1, "p90": 0.5, "p99": 0.5})
     assert report["tpot_s"] == pytest.approx({"p50": 0.1, "p90": 0.4, "p99": 0.4})
     assert report["late_s"] == pytest.approx({"p50": 0.0, "p90": 0.1, "p99": 0.1})
-    assert report["seconds"] == 5.0 and report["requests_per_s"] == 0.8 and report["output_tokens_per_s"] == 9 / 5.0
+    assert report["seconds"] == 5.0 and report["requests_per_s"] == 0.8 and report["output_tokens_per_s"] == 13 / 5.0
     assert report["failed"] == {"cut": 1}
     assert summary([], Targets(1, 1))["ttft_s"] is None
 
@@ -314,6 +323,9 @@ def test_the_search_is_bounded_and_says_what_it_does_not_know() -> None:
         assert len(search.runs) == 5
     assert (always.held, always.broken) == (16.0, None)
     assert (never.held, never.broken) == (None, 1 / 16)
+    just = RateSearch(3.0, share=0.9)
+    just.note(3.0, 0.9)
+    assert (just.held, just.broken) == (3.0, None)
     fast = RateSearch(MOST_RATE / 3, most_runs=20)
     while (rate := fast.next_rate()) is not None:
         Poisson(rate)  # would refuse what cannot be sent

@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS = $(wildcard benchmarks/*.py)
+BENCHMARKS = $(shell grep -l __main__ benchmarks/*.py)
 
 .PHONY: help demo test mutants lint types bench clean
 .DEFAULT_GOAL := help

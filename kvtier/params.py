@@ -28,13 +28,20 @@ _RULES = {
 }
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` with the closest of ``valid``, or the whole list where none is close."""
+def closest(name: str, valid: Iterable[str]) -> str | None:
+    """The one of ``valid`` that was probably meant; None where none is close."""
     names = {each.casefold(): each for each in sorted(valid)}
     close = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {names[close[0]]!r}?"
-    return f"; valid: {', '.join(names.values())}" if names else "; none is valid here"
+    return names[close[0]] if close else None
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` with the closest of ``valid``, or the whole list where none is close."""
+    names = sorted(valid)
+    meant = closest(name, names)
+    if meant is not None:
+        return f"; did you mean {meant!r}?"
+    return f"; valid: {', '.join(names)}" if names else "; none is valid here"
 
 
 def type_hints(cls: type) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.config import TierOptions, tier_options
 from kvtier.errors import ConfigError
+from kvtier.params import closest
 from kvtier.url import TierUrl
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ def _loaded(group: str, name: str, what: str) -> Any:  # noqa: ANN401 - whatever
     found = [entry for entry in entry_points(group=group) if entry.name == name]
     if not found:
         there = installed(group)
+        meant = closest(name, there)
+        if meant is not None:
+            raise ConfigError(f"unknown {what} {name!r}; did you mean {meant!r}?")
         known = f"installed: {', '.join(there)}" if there else "none is installed"
         raise ConfigError(
             f"unknown {what} {name!r}; {known}. Each comes from an installed package (entry point group {group!r}): "

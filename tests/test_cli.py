@@ -120,6 +120,8 @@ def test_config_masks_secrets(capsys: pytest.CaptureFixture[str]) -> None:
         (("config", "more"), "kvtier config: error: unknown argument 'more'"),
         (("config", "--hbm-blocks", "x"), "kvtier: error: flag --hbm-blocks: hbm_blocks: 'x' is not a whole number"),
         (("config", "--tier", "s3://b"), "kvtier: error: unknown tier scheme 's3'; installed: dram, "),
+        (("config", "--tier", "nmve:///x"), "kvtier: error: unknown tier scheme 'nmve'; did you mean 'nvme'?"),
+        (("config", "--deadline", "-2s"), "expected one argument; one that begins with '-' is given behind a '='"),
         (("config", "--tier", "dram://?capactiy=1"), "did you mean 'capacity'?"),
         (("config", "--tier", "redis://:hunter2"), "kvtier: error: flag --tier: tiers: redis://...: "),
         (("demo", "--tier", "dram://"), "kvtier: error: flag --tier: the demo sets up tiers of its own; leave it out"),

@@ -110,5 +110,5 @@ def test_a_scheme_that_two_packages_provide_is_refused(site: Path) -> None:
 def test_connectors_are_found_by_name(site: Path) -> None:
     install(site, "kvtier_wire", "class Wire: ...", "wire = kvtier_wire:Wire", group="kvtier.connectors")
     assert connector_class("wire").__name__ == "Wire"
-    with pytest.raises(ConfigError, match=r"unknown connector 'wier'; installed: bundled, wire\."):
+    with pytest.raises(ConfigError, match=r"unknown connector 'wier'; did you mean 'wire'\?"):
         connector_class("wier")

@@ -69,12 +69,15 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += "; one that begins with '-' is given behind a '='"
         self.exit(FAULT, f"{self.prog}: error: {message}\n")
 
     def shorten_usage(self) -> None:
         """Leave the flags to the list below the usage line: there are too many for one line."""
         operands = [action for action in self._actions if not action.option_strings]
-        shown = [f"[{each.dest.upper()}]" if each.nargs in ("?", "*") else each.dest.upper() for each in operands]
+        forms = {"?": "[{}]", "*": "[{}]", "+": "{}..."}
+        shown = [forms.get(str(each.nargs), "{}").format(each.dest.upper()) for each in operands]
         self.usage = " ".join([self.prog, "[options]", *shown])
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:

@@ -292,12 +292,7 @@ class TokenizeBody(_Strict):
 
 def parse(kind: type[B], raw: bytes) -> B:
     """Read a body. Raises `RequestError` naming the parameter that is wrong, unknown or unsupported."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
+    body = _object(raw)
     for name in (_NEUTRAL.keys() & body.keys()) - kind.model_fields.keys():
         value = body.pop(name)
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL[name]):
@@ -310,6 +305,26 @@ def parse(kind: type[B], raw: bytes) -> B:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:
         raise _named(error, body) from None
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """A body as JSON has it. Raises `RequestError`, also for a name that stands twice: one of the two would be dropped."""
+    try:
+        body = json.loads(raw, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ParameterError(f"{twice!r} stands twice in one object of the body", twice)
+    return found
 
 
 class _ClearBody(BaseModel):
@@ -327,7 +342,7 @@ class _ClearBody(BaseModel):
 def parse_clear(raw: bytes) -> tuple[Selection, str | None]:
     """What a clear is about, and the tier that is to be emptied. Raises `RequestError`."""
     try:
-        body = _ClearBody.model_validate_json(raw)
+        body = _ClearBody.model_validate(_object(raw))
         tenant = None if body.tenant is None else bytes.fromhex(body.tenant)
         what = Selection(body.model, tenant, body.adapter)
     except pydantic.ValidationError as error:

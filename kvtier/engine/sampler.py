@@ -17,6 +17,8 @@ import torch
 from kvtier.errors import RequestError
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
+"""Each is compared with every token, on the thread that all requests share."""
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 _SEED_LIMIT = 1 << 63
@@ -67,6 +69,8 @@ class SamplingParams:
         )
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         _require(all(self.stop), "stop", "non-empty strings", self.stop)
+        stop_tokens = len(self.stop_token_ids)
+        _require(stop_tokens <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} ids", stop_tokens)
         _require(1 <= self.n <= MAX_CHOICES, "n", f"from 1 to {MAX_CHOICES}", self.n)
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,

@@ -31,6 +31,12 @@ from kvtier.errors import RequestError
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 << 20
+BODY_SECONDS = 60.0
+"""A body that is not there by then is not waited for: senders that trickle would hold connections for ever."""
+MAX_CHARACTERS = 2 << 20
+"""Of one text: a tokenizer takes seconds, and a hundred bytes a token, for it."""
+CHARACTERS = 128
+"""Of one token at most, whatever the vocabulary: a text of more than so many times the context is refused unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class _Server:
         body = parse(CompletionBody, await _read(http))
         self._check_model(body.model)
         ids = [
-            await asyncio.to_thread(self._tokenizer("prompt").encode, prompt) if isinstance(prompt, str) else prompt
+            await self._encoded(self._tokenizer("prompt"), prompt, "prompt") if isinstance(prompt, str) else prompt
             for prompt in body.prompts()
         ]
         return await self._answer(http, body, ids, TextAnswer)
@@ -103,7 +109,7 @@ class _Server:
         self._check_model(body.model)
         tokenizer = self._tokenizer("messages")
         text = await asyncio.to_thread(rendered, tokenizer, body.messages, body.shown_tools)
-        ids = await asyncio.to_thread(tokenizer.encode, text, False)  # noqa: FBT003 - to_thread takes positions only
+        ids = await self._encoded(tokenizer, text, "messages", special=False)
         return await self._answer(http, body, [ids], ChatAnswer)
 
     async def tokenize(self, http: HttpRequest) -> Response:
@@ -118,7 +124,9 @@ class _Server:
             text = await asyncio.to_thread(
                 rendered, tokenizer, body.messages, body.tools, add_generation_prompt=body.add_generation_prompt
             )
-        ids = await asyncio.to_thread(tokenizer.encode, text, special)
+        ids = await _encoded(
+            tokenizer, text, "prompt" if body.messages is None else "messages", special, MAX_CHARACTERS
+        )
         return JSONResponse(
             {
                 "count": len(ids),
@@ -181,6 +189,11 @@ class _Server:
         if tokenizer is None:
             raise ParameterError("this model has no tokenizer; send token ids to /v1/completions", param)
         return tokenizer
+
+    async def _encoded(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text that may fit into this engine."""
+        most = min(MAX_CHARACTERS, CHARACTERS * self._engine.engine.max_length)
+        return await _encoded(tokenizer, text, param, special, most)
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self._served.model):
@@ -251,10 +264,26 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+async def _encoded(tokenizer: Tokenizer, text: str, param: str, special: bool, most: int) -> list[int]:
+    if len(text) > most:
+        raise ParameterError(f"{param}: the text has {len(text)} characters; at most {most} are taken here", param)
+    return await asyncio.to_thread(tokenizer.encode, text, special)
+
+
 async def _read(http: HttpRequest) -> bytes:
-    """The body, if it is JSON and not too large. Other content types a browser sends without asking; this one not."""
+    """The body, if it is JSON, not too large and here in time.
+
+    Other content types a browser sends without asking; this one not.
+    """
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be application/json")
+    try:
+        return await asyncio.wait_for(_whole(http), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body was not here within {BODY_SECONDS:g} seconds") from None
+
+
+async def _whole(http: HttpRequest) -> bytes:
     parts, size = [], 0
     async for part in http.stream():
         size += len(part)

@@ -66,6 +66,7 @@ def test_a_server_forgets_in_every_tier_and_stays_so_after_a_restart(tiny: Tiny,
         locked = clear(f"--tier={nvme(tmp_path / 'nvme')}", code=2)
         assert "--url" in locked and str(server.process.pid) in locked
         assert server.complete(prompt, TINY_TOKENS)[1] > 0
+        until(lambda: server.metric("kvtier_tier_written_blocks_total", tier="nvme") > 0, 10.0, "written to NVMe")
         said = clear("--url", server.url)
         print(said)
         assert "cleared everything: epoch 1" in said

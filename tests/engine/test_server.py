@@ -149,6 +149,8 @@ def test_stop_strings_never_show(client: openai.OpenAI, streamed: bool) -> None:
         ({"prompt": [999999]}, None),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"prompt": "a" * 50_000}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options"),
         ({"cache_salt": 5}, "cache_salt"),
@@ -210,6 +212,8 @@ def test_what_is_no_request_at_all(running: Running) -> None:
     head = {"content-type": "application/json"}
     assert httpx.post(url, content=b"{", headers=head).status_code == 400
     assert httpx.post(url, content=b"[]", headers=head).status_code == 400
+    twice = httpx.post(url, content=b'{"prompt":"a","kv_hints":{"no_store":true,"no_store":false}}', headers=head)
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "no_store")
     assert httpx.post(url, content=rb'{"prompt": "\ud800"}', headers=head).status_code == 400
     assert httpx.post(url, content=b"[" * 100_000, headers=head).status_code == 400
     assert httpx.post(url, content=b'{"prompt":"a"}', headers={"content-type": "text/plain"}).status_code == 415
@@ -217,6 +221,14 @@ def test_what_is_no_request_at_all(running: Running) -> None:
     assert httpx.get(url).status_code == 405
     missing = httpx.post(f"{running.url}/v1/files", json={})
     assert missing.status_code == 404 and missing.json()["error"]["message"]
+
+
+def test_a_body_that_trickles_is_not_waited_for_for_ever(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.engine.server.BODY_SECONDS", 0.2)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=10) as sender:
+        sender.sendall(head.encode())
+        assert sender.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 # -- health, metrics, clients that leave

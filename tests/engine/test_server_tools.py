@@ -235,6 +235,7 @@ def test_tokenize_says_what_a_text_is(running: Running) -> None:
         ({}, 400, "prompt"),
         ({"prompt": "a", "messages": CHAT}, 400, "prompt"),
         ({"prompt": "a", "tools": [TOOL]}, 400, "tools"),
+        ({"prompt": "a" * ((2 << 20) + 1)}, 400, "prompt"),
         ({"prompt": ["a"]}, 400, "prompt"),
         ({"prompt": "a", "temperature": 1}, 400, "temperature"),
         ({"messages": []}, 400, "messages"),

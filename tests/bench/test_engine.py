@@ -166,6 +166,8 @@ def test_the_interval_encloses_the_ratio_that_is_there(seed: int) -> None:
     assert found.low < 1.2 < found.high and found.high - found.low < 0.2
     assert found == ratio_of_medians(above, below, 1)
     assert ratio_of_medians([2.0] * 7, [1.0] * 7, 1) == Ratio(2.0, 2.0, 2.0, 7)
+    drifting = [1.0 + number for number in range(7)]  # a machine that slows down, for both of a pair alike
+    assert ratio_of_medians([2 * each for each in drifting], drifting, 1) == Ratio(2.0, 2.0, 2.0, 7)
 
 
 @pytest.mark.parametrize(

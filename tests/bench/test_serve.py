@@ -15,15 +15,17 @@ from array import array
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
 
 from kvtier.bench.arrivals import WORDS, MadeUp, OfTrace, Poisson, Recorded, Users, ids_below, words
-from kvtier.bench.client import Client
+from kvtier.bench.client import Client, clock
 from kvtier.bench.goodput import MOST_RATE, Call, RateSearch, Targets, summary
 from kvtier.bench.report import check_json
 from kvtier.bench.sender import GONE_AFTER, Plan, Sender
+from kvtier.bench.serve import _runs, _shown
 from kvtier.bench.sse import MOST_EVENT_BYTES, EventStream
 from kvtier.cli.main import main
 from kvtier.config import ApiAccess
@@ -46,9 +48,10 @@ async def sent(
     access: ApiAccess = NO_KEY,
     timeout: float = 5.0,
     vocab: int | None = None,
+    duration: float | None = None,
 ) -> tuple[Sender, list[Call]]:
     async with Client(server.url, access, chat=chat, timeout=timeout) as client:
-        plan = Plan(source, arrivals, words if vocab is None else ids_below(vocab), 1, requests)
+        plan = Plan(source, arrivals, words if vocab is None else ids_below(vocab), 1, requests, duration)
         sender = Sender(client, MODEL, plan)
         return sender, await sender.run(arrivals)
 
@@ -127,7 +130,7 @@ async def test_users_wait_for_their_answers() -> None:
         assert all(due >= end for due, end in zip(dues[3:], ends, strict=False)), "due when answered"
 
 
-MOONCAKE = [
+MOONCAKE: list[dict[str, Any]] = [
     {"timestamp": 0, "input_length": 1100, "output_length": 40, "hash_ids": [0, 1, 2]},
     {"timestamp": 40, "input_length": 1536, "output_length": 20, "hash_ids": [0, 1, 3]},
     {"timestamp": 80, "input_length": 600, "output_length": 10, "hash_ids": [7, 8]},
@@ -142,9 +145,14 @@ def write_trace(path: Path, records: list[Any]) -> Path:
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 async def test_a_trace_is_sent_at_its_times_with_its_shared_prefixes(tmp_path: Path, name: str) -> None:
-    trace = open_trace(write_trace(tmp_path / name, MOONCAKE))
+    later = [
+        {**each, "timestamp": each["timestamp"] + 100_000} for each in MOONCAKE
+    ]  # its first request is not waited for
+    trace = open_trace(write_trace(tmp_path / name, later))
     async with StubServer() as server:
+        began = clock()
         _, calls = await sent(server, source=OfTrace(trace, shrink=8), arrivals=Recorded(speed=2.0))
+        assert calls[0].due - began < 20
         texts = [body["prompt"].split() for body in server.seen]
         assert [len(each) for each in texts] == [137, 192, 75]  # an eighth of the trace's
         assert [body["max_tokens"] for body in server.seen] == [5, 2, 1]
@@ -224,6 +232,14 @@ async def test_a_server_that_has_gone_ends_the_run() -> None:
         sender, calls = await sent(server, arrivals=Users(1), requests=1000)
         assert sender.ended == f"{GONE_AFTER} requests in a row failed, the last one: HTTP 500: dying"
         assert sum(call.ok for call in calls) == 5 and len(calls) == 5 + GONE_AFTER
+
+
+@pytest.mark.parametrize("arrivals", [OFTEN, Users(2)], ids=str)
+async def test_nothing_is_sent_after_its_duration(arrivals: Poisson | Users) -> None:
+    async with StubServer(gap=0.001) as server:
+        sender, calls = await sent(server, arrivals=arrivals, requests=100_000, duration=0.05)
+        assert sender.ended is None and 0 < len(calls) < 1000 and all(call.ok for call in calls)
+        assert calls[-1].due - calls[0].due <= 0.051
 
 
 async def test_failures_between_answers_do_not_end_the_run() -> None:
@@ -331,6 +347,43 @@ def test_the_search_is_bounded_and_says_what_it_does_not_know() -> None:
         Poisson(rate)  # would refuse what cannot be sent
         fast.note(rate, 1.0)
     assert (fast.held, len(fast.runs)) == (MOST_RATE / 3 * 2, 2)
+
+
+def ran(calls: list[Call]) -> Any:
+    """A sender whose runs come to ``calls``."""
+
+    async def run(arrivals: Poisson) -> list[Call]:
+        del arrivals
+        return calls
+
+    plan = Plan(SMALL, Poisson(8.0), words, 1, 10)
+    return SimpleNamespace(plan=plan, run=run, ended=None, interrupted=None, cpu_seconds=0.1)
+
+
+async def test_a_rate_holds_by_all_that_was_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [call(0.0, 0.1, ended=0.2), call(0.1, ended=0.3, fault="HTTP 503")]
+    report = await _runs(ran(calls), SimpleNamespace(find_rate=True, most_runs=1), Targets(1.0, 1.0))  # type: ignore[arg-type]
+    assert report["find_rate"] == {
+        "share": 0.9, "requests_per_s": None, "no_longer_at": 8.0, "runs": [{"requests_per_s": 8.0, "share": 0.5}],
+    }  # fmt: skip
+    assert "at no rate that was tried; at 8 they do not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("late", "ttft", "says"), [(0.02, 0.1, True), (0.008, 0.1, False), (0.004, 0.001, False)])
+def test_a_generator_that_is_late_says_so(
+    late: float, ttft: float, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [call(0.0, late + ttft, sent_at=late, ended=1.0)]
+    assert _shown(ran(calls), calls, OFTEN, Targets(1.0, 1.0))["generator_late"] == says
+    assert ("the generator itself was late" in capsys.readouterr().out) == says
+
+
+def test_failures_of_many_kinds_are_not_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [call(0.0, ended=1.0, fault=f"no {number}") for number in range(50)]
+    report = _shown(ran(calls), calls, OFTEN, Targets(1.0, 1.0))
+    assert len(report["failed"]) == 50
+    shown = capsys.readouterr().out
+    assert shown.count(" x no ") == 10 and "of 40 more kinds" in shown
 
 
 # -- the command

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pin", default="1h", metavar="TIME", help="how long the prompts stay, such as 30m (default: 1h; at most 7d)"
     )
-    parser.add_argument("--priority", type=int, default=0, help="theirs with policies that look at it, -100 to 100")
+    parser.add_argument("--priority", type=int, default=0, help="theirs under policy ttl, -100 to 100 (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:

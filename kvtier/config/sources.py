@@ -137,7 +137,8 @@ def _add_argument(group: argparse._ArgumentGroup, setting: _Setting) -> None:
         names = "|".join(str(member.value) for member in setting.hint)
         group.add_argument(setting.flag, metavar=names, help=text, **known)
     else:
-        group.add_argument(setting.flag, metavar=setting.name.rpartition("_")[2].upper(), help=text, **known)
+        metavar = "TIME" if setting.hint is Seconds else setting.name.rpartition("_")[2].upper()
+        group.add_argument(setting.flag, metavar=metavar, help=text, **known)
 
 
 def _unknown(name: str, where: str, spell: Mapping[str, str]) -> ConfigError:

@@ -130,6 +130,10 @@ class BlockPool:
         """``places`` as an array, with NONE where an entry is not resident."""
         return np.fromiter(map(self._slot_of.get, entries, repeat(NONE)), np.intp, len(entries))
 
+    def resident(self, entries: Sequence[Address]) -> list[Slot]:
+        """Slots of those that are resident."""
+        return [slot for slot in self.places(entries) if slot is not None]
+
     def slot(self, entry: Address) -> Slot | None:
         return self._slot_of.get(entry)
 

@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 
 from kvtier.errors import CorruptFrame
-from kvtier.key import BlockKey, Shard, Span
+from kvtier.key import BlockKey, Lot, Shard, Span
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -281,6 +281,10 @@ class FrameHeader(NamedTuple):
             epoch,
             nonce if flags & SEALED else b"",
         )
+
+    @property
+    def lot(self) -> Lot:
+        return Lot(self.identity, self.tenant, self.adapter, self.epoch)
 
     def expired(self, now: float) -> bool:
         """Whether the frame's time is up at ``now`` (wall-clock seconds)."""

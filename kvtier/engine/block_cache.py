@@ -101,10 +101,9 @@ class BlockCache:
 
     def drop(self, addresses: Sequence[Address]) -> None:
         """Forget blocks: nobody finds them any more, and their slots are free once their last holder lets them go."""
-        for slot in self.pool.places(addresses):
-            if slot is not None:
-                self.pool.retire(slot, evicted=False)
-                self.pool.release([slot], self._clock())
+        for slot in self.pool.resident(addresses):
+            self.pool.retire(slot, evicted=False)
+            self.pool.release([slot], self._clock())
 
     def reset(self) -> int:
         """Drop every block that nobody holds; returns how many."""

@@ -18,7 +18,7 @@ from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
 from kvtier.store.match import TieredMatch, coming, hit, missed
 from kvtier.store.parts import Parts
-from kvtier.tier.lower import LowerTier, lot_of
+from kvtier.tier.lower import LowerTier
 from kvtier.transfer.workers import Urgency
 
 BATCH_BYTES = 16 << 20
@@ -215,7 +215,7 @@ class Arrivals:
         slot, address, tier = arrival.slot, arrival.address, arrival.tier
         if arrival.dropped is not None:
             return slot, arrival.dropped
-        if header is not None and self._clearing.stale(lot_of(header)):
+        if header is not None and self._clearing.stale(header.lot):
             return slot, missed(Reason.CLEARED)
         if outcome.done and header is not None:
             priority = max((match.hints.priority for match, _ in arrival.waiting), default=0)

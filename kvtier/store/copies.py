@@ -29,7 +29,6 @@ from kvtier.store.history import LoadTiming
 from kvtier.store.match import TieredMatch
 from kvtier.store.parts import Parts
 from kvtier.store.promotion import Promoter
-from kvtier.tier.lower import lot_of
 from kvtier.transfer.copy import load_blocks, save_blocks
 from kvtier.transfer.encoded import EncodedSlots
 from kvtier.transfer.workers import Urgency
@@ -316,7 +315,7 @@ class Copies:
                     hints = self._hinted.pop(address, NO_HINTS)
                 if header is None or not wanted:
                     self._history.went([address], Reason.SAVE_DROPPED)
-                elif self._clearing.stale(lot_of(header)):
+                elif self._clearing.stale(header.lot):
                     self._history.went([address], Reason.CLEARED)
                 elif self._arena.show(slot, address, header, now, hints.priority):
                     self._history.came(address)

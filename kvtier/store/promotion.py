@@ -340,8 +340,8 @@ class Promoter:
 
     def _pin(self, addresses: Sequence[Address], seconds: float) -> None:
         now = self._clock()
-        places = [slot for slot in self._arena.pool.places(addresses) if slot is not None]
-        self._dram.pins_refused(self._arena.pins.pin(places, now + seconds, now))
+        slots = self._arena.pool.resident(addresses)
+        self._dram.pins_refused(self._arena.pins.pin(slots, now + seconds, now))
         for tier in self._tiers:
             tier.pin(addresses, now + seconds, now)
 

@@ -17,7 +17,7 @@ from kvtier.errors import CorruptFrame
 from kvtier.key import Address, Lot, address
 from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
-from kvtier.tier.lower import LowerTier, Parcel, lot_of
+from kvtier.tier.lower import LowerTier, Parcel
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.transfer.workers import Workers
 
@@ -186,7 +186,7 @@ class KeyTier(LowerTier):
                 header = FrameHeader.parse(memoryview(head), summer)
             except CorruptFrame:  # gone meanwhile, or not for us to judge
                 continue
-            if address(header.key, header.shard) == name and cleared(lot_of(header)):
+            if address(header.key, header.shard) == name and cleared(header.lot):
                 gone.append(name)
         with self._lock:
             self.forget(gone)

@@ -63,10 +63,6 @@ class Parcel:
     """When its pin ends, in seconds of the store's clock; 0 where it has none."""
 
 
-def lot_of(header: FrameHeader) -> Lot:
-    return Lot(header.identity, header.tenant, header.adapter, header.epoch)
-
-
 class LowerTier(ABC):
     """What the store asks of every tier below DRAM."""
 

@@ -18,7 +18,7 @@ from kvtier.config import TierOptions
 from kvtier.key import Address, Lot, address
 from kvtier.metrics import TierMetrics
 from kvtier.pool import BlockPool, Slot
-from kvtier.tier.lower import LowerTier, Parcel, lot_of
+from kvtier.tier.lower import LowerTier, Parcel
 from kvtier.tier.pins import Pins
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.transfer.workers import Workers
@@ -99,7 +99,7 @@ class SlotTier(LowerTier):
         self._leaving += self._retired(addresses)
 
     def _retired(self, addresses: Sequence[Address]) -> list[Slot]:
-        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        slots = self.pool.resident(addresses)
         for slot in slots:
             self._retire(slot, evicted=False)
         return slots
@@ -110,13 +110,13 @@ class SlotTier(LowerTier):
         return self.pool.retire(slot, evicted=evicted)
 
     def touch(self, addresses: Sequence[Address], now: float) -> Sequence[Address]:
-        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        slots = self.pool.resident(addresses)
         self.pool.touch(slots, now)
         self._used.update(dict.fromkeys(slots, time.time()))
         return ()  # recency is written down now and then, for all
 
     def pin(self, addresses: Sequence[Address], until: float, now: float) -> None:
-        slots = [slot for slot in self.pool.places(addresses) if slot is not None]
+        slots = self.pool.resident(addresses)
         self.metrics.pins_refused(self._pins.pin(slots, until, now))
 
     def choice(self) -> Choice | None:
@@ -211,7 +211,7 @@ class SlotTier(LowerTier):
                 now = self._clock()
                 for slot, parcel in reversed(kept):
                     self.pool.commit(slot, parcel.address, parcel.meta.shifted(now - time.time()), now)
-                    self._lots[slot] = self._one(lot_of(parcel.header))
+                    self._lots[slot] = self._one(parcel.header.lot)
                 for slot, parcel in kept:
                     if parcel.pinned_until > now and self.pool.slot(parcel.address) == slot:
                         self.metrics.pins_refused(self._pins.pin([slot], parcel.pinned_until, now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.engine.async_engine import AsyncEngine
+from kvtier.engine.engine import IDLE_SECONDS
 from kvtier.engine.request import FinishReason, Output, Request
 from kvtier.engine.sampler import SamplingParams
 from kvtier.engine.stop import StopMatcher
 from kvtier.errors import RequestError
 from kvtier.metrics import Metrics
+from tests.support import until
 
 from .support import BLOCK, CONFIG, DictConnector, Faults, expected, greedy, make_engine, prompt
 
@@ -249,9 +252,11 @@ async def test_waiting_for_a_match_does_not_spin() -> None:
     connector = DictConnector(Faults(never_answer=1.0))
     engine = AsyncEngine(make_engine(connector=connector))
     engine.start()
+    began = time.monotonic()
     reader = asyncio.ensure_future(gather(engine, greedy("stuck", prompt(1, 12))))
-    await asyncio.sleep(0.3)
-    assert 10 < connector.scheduler.asked < 200
+    await asyncio.to_thread(until, lambda: connector.scheduler.asked >= 20, 30.0, "it is asked again and again")
+    asked, seconds = connector.scheduler.asked, time.monotonic() - began
+    assert asked <= seconds / IDLE_SECONDS + 2, "between two questions it waits"
     engine.abort("stuck")
     await reader
     assert await engine.close(5.0)

@@ -10,7 +10,7 @@ from kvtier.codec.frame import ByteArray
 
 def total(buffers: Iovec) -> int:
     """Bytes of all buffers."""
-    return sum(len(buffer) for buffer in buffers)
+    return sum(map(len, buffers))
 
 
 def scatter(place: ByteArray, into: Iovec) -> Outcome:

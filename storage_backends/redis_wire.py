@@ -120,7 +120,7 @@ class Wire:
         """``make`` gives a redis-py connection that is not connected yet."""
         self._make = make
         self._connection: Any = None
-        self._scratch = memoryview(bytearray(_LINE_BYTES))
+        self._scratch = bytearray(_LINE_BYTES)
 
     @property
     def open(self) -> bool:
@@ -227,12 +227,15 @@ class Wire:
 class _Stream:
     """Replies: lines through a small buffer, values past it. Nothing is allocated by a length that is not believable."""
 
-    def __init__(self, sock: socket.socket, buffer: memoryview) -> None:
+    def __init__(self, sock: socket.socket, scratch: bytearray) -> None:
         self._sock = sock
         self._whole = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
-        self._buffer = buffer
+        self._scratch = scratch
+        self._buffer = memoryview(scratch)
         self._start = self._end = 0
         self._read_bytes = 0
+        self._behind = 0
+        """Bytes that end the value before, and have not been taken."""
 
     @property
     def left(self) -> int:
@@ -241,6 +244,8 @@ class _Stream:
 
     def end(self) -> None:
         """All replies have been taken. Raises where more has come."""
+        self._skip(self._behind)
+        self._behind = 0
         if self.left:
             raise foreign.InvalidResponse("more came than was asked for")
 
@@ -274,6 +279,12 @@ class _Stream:
         return bytes(word)
 
     def value(self, into: Iovec) -> Outcome | Exception:
+        """One value. Of one that fills ``into`` all buffers but the first go past the small one, from their first bytes on."""
+        room, head = total(into), len(into[0]) if into else 0
+        if not self.left:
+            self._more(self._behind + len(b"$%d\r\n" % room) + head)
+        self._skip(self._behind)
+        self._behind = 0
         line = self._line()
         if line[:1] == b"-":
             return _error_of(line[1:])
@@ -282,7 +293,6 @@ class _Stream:
             raise foreign.InvalidResponse(repr(line[:64]))
         if size < 0:
             return Outcome(Status.ABSENT)
-        room = total(into)
         if size > room:
             self._skip(size + 2)
             return Outcome(Status.FAILED, 0, f"a value of {size} bytes does not fit {room}")
@@ -290,16 +300,16 @@ class _Stream:
         for buffer in into:
             self._fill(buffer[:rest])
             rest -= min(rest, len(buffer))
-        self._skip(2)
+        self._behind = 2
         return Outcome(Status.DONE, size)
 
-    def _more(self) -> None:
+    def _more(self, most: int = _LINE_BYTES) -> None:
         if self._start == self._end:
             self._start = self._end = 0
-        self._end += _received(self._sock, self._buffer[self._end :])
+        self._end += _received(self._sock, self._buffer[self._end : self._end + most])
 
     def _line(self) -> bytes:
-        while (end := bytes(self._buffer[self._start : self._end]).find(b"\r\n")) < 0:
+        while (end := self._scratch.find(b"\r\n", self._start, self._end)) < 0:
             if self._end == len(self._buffer):
                 rest = bytes(self._buffer[self._start : self._end])
                 self._buffer[: len(rest)] = rest
@@ -307,8 +317,8 @@ class _Stream:
             if self._end == len(self._buffer):
                 raise foreign.InvalidResponse(f"a line of more than {self._end} bytes")
             self._more()
-        line = bytes(self._buffer[self._start : self._start + end])
-        self._start += end + 2
+        line = bytes(self._buffer[self._start : end])
+        self._start = end + 2
         return line
 
     def _fill(self, into: memoryview) -> None:

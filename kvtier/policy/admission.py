@@ -40,7 +40,8 @@ class Regret(Enum):
 class WriteBudget:
     """Bytes that may be written: in no 24 hours more than ``per_day``, whenever they begin.
 
-    A token bucket that holds an hour's worth and is filled at the rate of the other 23.
+    A token bucket that holds an hour's worth and is filled at the rate of the other 23. It lives as long as its process: each
+    restart begins with a full one, and so may add an hour's worth.
     """
 
     def __init__(self, per_day: int) -> None:

@@ -13,7 +13,8 @@ from kvtier.policy.heap import RisingHeap
 class GdsfPolicy(EvictionPolicy):
     """Evicts the lowest ``age + uses * cost / bytes``, where ``age`` is the value of what was evicted last. O(log n).
 
-    ``cost`` is in seconds. Where nobody said, a byte costs one: blocks of one size then go by how often they were used.
+    ``cost`` is in seconds. Where nobody said, a byte costs one: blocks of one size then go by how often they were used. So it
+    is in the engine's and the store's tiers: what the gate knows of computing is the same for every block of a pool.
     """
 
     def __init__(self, capacity: int) -> None:

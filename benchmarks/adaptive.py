@@ -21,14 +21,25 @@ from typing import TypedDict
 
 from kvtier.policy import names
 from kvtier.policy.adaptive import AdaptivePolicy
-from kvtier.sim.replay import Counting, ReplayedTier, Workload, blocks_of, read_workload, replay_cells
+from kvtier.sim.replay import (
+    ADAPTIVE,
+    MOST,
+    NEAR,
+    NEAR_SHARE,
+    Counting,
+    ReplayedTier,
+    Workload,
+    blocks_of,
+    near_best,
+    read_workload,
+    regret,
+    replay_cells,
+)
 from kvtier.sim.traces import Sample, open_trace
 
 TRACES = ("mooncake_fast25/conversation_trace.jsonl.gz", "claude_code_kvct/sessions_rle.jsonl.gz")
 SIZES = ("0.5%", "1%", "2%", "5%", "10%", "20%", "40%")
-NEAR, NEAR_SHARE, MOST = 1.0, 0.9, 2.0
-"""Asked: within so many points in such a share of the cells, and never worse than the last."""
-STATIC = [name for name in names() if name != "adaptive"]
+STATIC = [name for name in names() if name != ADAPTIVE]
 
 
 class Row(TypedDict):
@@ -69,7 +80,7 @@ def cells(path: Path, sample: Sample, jobs: int) -> list[Row]:
     for size, blocks in sizes.items():
         found = {name: 100 * next(rates) for name in STATIC}
         best = max(STATIC, key=found.__getitem__)
-        tier, rate, speed = played(work, "adaptive", blocks)
+        tier, rate, speed = played(work, ADAPTIVE, blocks)
         policy = tier.pool._policy
         assert isinstance(policy, AdaptivePolicy)
         _, _, limit = played(work, "lru", blocks)
@@ -80,7 +91,7 @@ def cells(path: Path, sample: Sample, jobs: int) -> list[Row]:
             best=best,
             best_hit_rate=found[best],
             hit_rate=rate,
-            regret=found[best] - rate,
+            regret=regret({**found, ADAPTIVE: rate}),
             changes=policy.switches,
             decides=policy.current,
             references_per_s=speed,
@@ -97,8 +108,7 @@ def cells(path: Path, sample: Sample, jobs: int) -> list[Row]:
 
 def judge(rows: list[Row]) -> bool:
     regrets = [row["regret"] for row in rows]
-    near = sum(regret <= NEAR for regret in regrets) / len(regrets)
-    well = near >= NEAR_SHARE and max(regrets) <= MOST
+    near, well = near_best(regrets)
     slower = [row["lru_references_per_s"] / row["references_per_s"] for row in rows]
     print(
         f"within {NEAR:g} point in {near:.0%} of {len(rows)} cells (asked {NEAR_SHARE:.0%}), worst {max(regrets):.2f} "

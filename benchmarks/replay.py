@@ -21,7 +21,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.policy import names
-from kvtier.sim.replay import BELADY, Counting, ReplayedTier, Workload, blocks_of, read_workload, replay, replay_cells
+from kvtier.sim.replay import (
+    ADAPTIVE,
+    BELADY,
+    MOST,
+    NEAR,
+    NEAR_SHARE,
+    Counting,
+    ReplayedTier,
+    Workload,
+    blocks_of,
+    near_best,
+    read_workload,
+    regret,
+    replay,
+    replay_cells,
+)
 from kvtier.sim.traces import Sample, open_trace
 
 CONVERSATION = "mooncake_fast25/conversation_trace.jsonl.gz"
@@ -41,7 +56,6 @@ ASKED_RATE = 300_000
 ASKED_SECONDS = 60.0
 """For five policies at seven sizes."""
 TIMED = ("lru", "arc", "s3fifo", "adaptive", "belady")
-ADAPTIVE = "adaptive"
 
 
 def count_independently(path: Path) -> tuple[int, int]:
@@ -140,18 +154,14 @@ def compare(found: dict[str, list[float]], infinite: float) -> bool:
 
 def regrets(found: dict[str, list[float]]) -> list[float]:
     """Points that adaptive loses to the best static policy, per size."""
-    static = [rates for policy, rates in found.items() if policy not in (ADAPTIVE, BELADY)]
-    best = [max(rates[at] for rates in static) for at in range(len(SIZES))]
-    return [top - rate for top, rate in zip(best, found[ADAPTIVE], strict=True)]
+    return [regret({policy: rates[at] for policy, rates in found.items()}) for at in range(len(SIZES))]
 
 
 def judge(all_regrets: list[float]) -> bool:
-    """Adaptive within a point of the best static policy in nine of ten cells, and never worse than two."""
-    near = sum(regret <= 1.0 for regret in all_regrets) / len(all_regrets)
-    well = near >= 0.9 and max(all_regrets) <= 2.0
+    near, well = near_best(all_regrets)
     print(
-        f"adaptive: within 1 point in {near:.0%} of {len(all_regrets)} cells (asked 90 %), "
-        f"worst {max(all_regrets):.1f} (asked 2): {'yes' if well else 'NO'}"
+        f"adaptive: within {NEAR:g} point in {near:.0%} of {len(all_regrets)} cells (asked {NEAR_SHARE:.0%}), "
+        f"worst {max(all_regrets):.1f} (asked {MOST:g}): {'yes' if well else 'NO'}"
     )
     return well
 

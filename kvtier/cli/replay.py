@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -12,6 +13,7 @@ from typing import NamedTuple, cast
 
 from kvtier.bench.plot import Series, check_plot, line_plot
 from kvtier.bench.report import Row, check_json, progress, table, write_json
+from kvtier.cli.main import INTERRUPTED
 from kvtier.errors import ConfigError
 from kvtier.policy import check, names
 from kvtier.sim.replay import BELADY, Cell, Counting, blocks_of, read_workload, replay_cells
@@ -120,13 +122,28 @@ def run(args: argparse.Namespace) -> int:
     jobs = min(args.jobs or len(os.sched_getaffinity(0)), len(cells))
     rows: list[_Row] = []
     with progress(len(cells)) as step, closing(replay_cells(trace, work, cells, jobs)) as rates:
-        for policy, capacity in asked:
-            step(f"{policy} {capacity}")
-            rows.append(_Row(policy, capacity, sizes[capacity], round(next(rates), 6)))
+        try:
+            for policy, capacity in asked:
+                step(f"{policy} {capacity}")
+                rows.append(_Row(policy, capacity, sizes[capacity], round(next(rates), 6)))
+        except KeyboardInterrupt:
+            pass  # what there is, is told
+    complete = len(rows) == len(asked)
     infinite = round(work.infinite, 6)
-    print(_shown(rows, infinite))
-    plain = [row._asdict() for row in rows]
-    write_json(args.json, {"references": work.references, "unique": work.unique, "infinite": infinite, "rows": plain})
+    print(_shown(rows, capacities, infinite))
+    report = {
+        "references": work.references,
+        "unique": work.unique,
+        "infinite": infinite,
+        "rows": [row._asdict() for row in rows],
+        "complete": complete,
+    }
+    write_json(args.json, report)
+    if not complete:
+        print(
+            f"stopped: {len(rows)} of {len(asked)} cells" + (", and no picture" if args.plot else ""), file=sys.stderr
+        )
+        return INTERRUPTED
     if args.plot is not None:
         _draw(rows, infinite, work.unique, args)
     return 0
@@ -148,19 +165,19 @@ def _listed(flag: str, text: str) -> list[str]:
     return items
 
 
-def _shown(rows: list[_Row], infinite: float) -> str:
-    """A line per policy, a column per capacity."""
+def _shown(rows: list[_Row], capacities: list[str], infinite: float) -> str:
+    """A line per policy, a column per capacity; what was not played is left out."""
     lines: dict[str, dict[str, float]] = {}
     for row in rows:
         lines.setdefault(row.policy, {})[row.capacity] = row.hit_rate
-    lines["infinite"] = dict.fromkeys(lines[BELADY], infinite)
+    lines["infinite"] = dict.fromkeys(capacities, infinite)
     columns: dict[str, Callable[[Row], str]] = {"policy": lambda line: str(line["policy"])}
-    columns |= {capacity: partial(_percent, capacity) for capacity in lines[BELADY]}
+    columns |= {capacity: partial(_percent, capacity) for capacity in capacities}
     return table([{"policy": policy, **rates} for policy, rates in lines.items()], columns)
 
 
 def _percent(name: str, line: Row) -> str:
-    return f"{100 * cast('float', line[name]):.1f} %"
+    return f"{100 * cast('float', line[name]):.1f} %" if name in line else ""
 
 
 def _draw(rows: list[_Row], infinite: float, unique: int, args: argparse.Namespace) -> None:
@@ -172,8 +189,8 @@ def _draw(rows: list[_Row], infinite: float, unique: int, args: argparse.Namespa
     xs = [x for x, _ in limit]
     lines = [Series(name, xs, [y for _, y in curve]) for name, curve in points.items()]
     limits = [
-        Series(BELADY, xs, [y for _, y in limit], limit=True),
-        Series("infinite", xs, [100 * infinite] * len(xs), limit=True),
+        Series(BELADY, xs, [y for _, y in limit], limit=True, colour="#000000"),
+        Series("infinite", xs, [100 * infinite] * len(xs), limit=True, colour="#888888"),
     ]
     line_plot(
         [*lines, *limits],

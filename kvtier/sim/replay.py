@@ -23,6 +23,9 @@ from kvtier.sim.traces import Reference, Trace
 
 BELADY = "belady"
 """The offline optimum's name among the policies."""
+ADAPTIVE = "adaptive"
+NEAR, NEAR_SHARE, MOST = 1.0, 0.9, 2.0
+"""Asked of adaptive: within so many points of the best static policy in such a share of cells, and never worse than the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,11 @@ class Workload:
 
 
 def read_workload(trace: Trace, counting: Counting) -> Workload:
-    """Read a whole trace into memory."""
-    return workload(trace, trace.block_tokens, counting)
+    """Read a whole trace into memory. Raises ``ConfigError`` where there is nothing to keep."""
+    work = workload(trace, trace.block_tokens, counting)
+    if not work.unique:
+        raise ConfigError(f"{trace.path}: no request in it has a whole block")
+    return work
 
 
 def workload(requests: Iterable[Reference], block_tokens: int, counting: Counting) -> Workload:
@@ -105,7 +111,7 @@ def blocks_of(capacity: str, unique: int) -> int:
     except (ValueError, OverflowError):
         raise ConfigError(f"capacity {capacity!r} is neither a share such as 2% nor a number of blocks") from None
     if blocks < 1:
-        of = f" of {unique:,} distinct blocks" if percent else ""
+        of = f" of {unique:,} distinct blocks" if percent and float(capacity[:-1]) > 0 else ""
         raise ConfigError(f"capacity {capacity}{of} is not even one block")
     return blocks
 
@@ -144,11 +150,23 @@ class ReplayedTier:
 
 def replay(work: Workload, policy: str, blocks: int) -> float:
     """Hit rate of a cache of ``blocks`` blocks under ``policy``, or of the offline optimum."""
+    blocks = min(blocks, work.unique)  # what is larger holds everything as well
     if policy == BELADY:
         return work.share(belady_hits(work.chains, blocks))
     tier = ReplayedTier(policy, blocks, max(map(len, work.chains)), work.metas)
     flat = work.counting.flat
     return work.share([tier.request(chain, now, flat=flat) for chain, now in zip(work.chains, work.times, strict=True)])
+
+
+def regret(rates: Mapping[str, float]) -> float:
+    """What adaptive loses to the best static policy in one cell, given hit rates by policy; what they are in, it is in."""
+    return max(rate for name, rate in rates.items() if name not in (ADAPTIVE, BELADY)) - rates[ADAPTIVE]
+
+
+def near_best(regrets: Sequence[float]) -> tuple[float, bool]:
+    """Share of the cells in which a regret, in points, is small, and whether adaptive does as well as it is asked to."""
+    near = sum(one <= NEAR for one in regrets) / len(regrets)
+    return near, near >= NEAR_SHARE and max(regrets) <= MOST
 
 
 Cell = tuple[str, int]

@@ -7,18 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvtier.abc.policy import EntryMeta
+from kvtier.bench.plot import Series
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.key import Address
 from kvtier.policy import names
 from kvtier.sim.belady import belady_hits, infinite_hits
-from kvtier.sim.replay import BELADY, Counting, ReplayedTier, Workload, blocks_of, replay, workload
+from kvtier.sim.replay import BELADY, Counting, ReplayedTier, Workload, blocks_of, near_best, regret, replay, workload
 from kvtier.sim.traces import Reference, open_trace
 from tests.sim.builders import drawn_chains, mooncake, recorded, session, write_lines
 from tests.support import script
@@ -135,7 +136,7 @@ def test_a_block_knows_its_parent_and_depth() -> None:
     ("capacity", "why"),
     [
         ("0", "not even one block"),
-        ("0%", "not even one block"),
+        ("0%", "^capacity 0% is not even one block"),
         ("0.1%", "of 500 distinct blocks is not even one block"),
         ("-3", "not even one block"),
         ("nan%", "neither a share"),
@@ -192,7 +193,7 @@ def test_the_report_has_a_row_for_every_policy_and_size(tmp_path: Path, capsys: 
         == 0
     )
     report = json.loads(out.read_text())
-    assert list(report) == ["references", "unique", "infinite", "rows"]
+    assert list(report) == ["references", "unique", "infinite", "rows", "complete"]
     assert [(row["policy"], row["capacity"]) for row in report["rows"]] == [
         (policy, capacity) for policy in ("lru", "fifo", "belady") for capacity in ("10%", "5")
     ]
@@ -230,3 +231,55 @@ def test_a_broken_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(path.read_text() + '{"timestamp": 9000}\n')
     assert main(["replay", str(path)]) == 2
     assert capsys.readouterr().err == f"kvtier: error: {path}: line 3: 'hash_ids' is missing\n"
+
+
+def test_a_cache_larger_than_the_trace_takes_no_more_memory_than_the_trace() -> None:
+    work = work_of(drawn_chains(7, 50), Counting())
+    assert replay(work, "wtinylfu", 10**15) == replay(work, BELADY, 10**15) == work.infinite
+
+
+def test_a_trace_without_a_block_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = mooncake(tmp_path / "t", [(), ()])
+    assert main(["replay", str(path)]) == 2
+    assert capsys.readouterr().err == f"kvtier: error: {path}: no request in it has a whole block\n"
+
+
+def test_what_was_played_before_an_interrupt_is_kept_and_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[float]:
+        yield 0.25
+        yield 0.5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.cli.replay.replay_cells", interrupted)
+    path, out = mooncake(tmp_path / "t", drawn_chains(1, 30)), tmp_path / "out.json"
+    picture = tmp_path / "p.svg"
+    flags = ["--policy", "lru,arc", "--capacity", "2,4,8", "--json", str(out), "--plot", str(picture)]
+    assert main(["replay", str(path), *flags]) == 130
+    said = capsys.readouterr()
+    report = json.loads(out.read_text())
+    assert report["complete"] is False
+    assert [(row["policy"], row["capacity"], row["hit_rate"]) for row in report["rows"]] == [
+        ("lru", "2", 0.25),
+        ("lru", "4", 0.5),
+    ]
+    assert "25.0 %  50.0 %" in said.out and "infinite" in said.out
+    assert said.err == "stopped: 2 of 9 cells, and no picture\n"
+    assert not picture.exists()
+
+
+def test_regret_is_what_the_best_static_policy_has_more() -> None:
+    assert regret({"lru": 30.0, "arc": 31.5, "adaptive": 31.0, "belady": 40.0}) == 0.5
+    assert near_best([0.0] * 9 + [1.5]) == (0.9, True)
+    assert near_best([0.0] * 8 + [1.5, 1.1]) == (0.8, False)
+    assert near_best([0.0] * 9 + [2.1]) == (0.9, False)
+
+
+def test_limits_of_all_lines_have_colours_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Series] = []
+    monkeypatch.setattr("kvtier.cli.replay.line_plot", lambda series, *_, **__: drawn.extend(series))
+    path = mooncake(tmp_path / "t", drawn_chains(1, 30))
+    assert main(["replay", str(path), "--capacity", "4,8", "--jobs", "1", "--plot", str(tmp_path / "p.svg")]) == 0
+    assert [one.label for one in drawn] == ["lru", "belady", "infinite"]
+    assert len({one.colour for one in drawn}) == 3

@@ -35,9 +35,14 @@ class Found:
 
     rows: list[dict[str, object]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    holds: bool = True
-    """Whether what was measured is valid and as it should be."""
+    faults: list[str] = field(default_factory=list)
+    """Those of the notes by which something is invalid, slower than allowed, or inconclusive."""
     stopped: Stopped | None = None
+
+    def note(self, sentence: str, *, holds: bool = True) -> None:
+        self.notes.append(sentence)
+        if not holds:
+            self.faults.append(sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +182,19 @@ def ablate(
                 variant = IDEAS[name](base, size) if name else Variant(base)
                 row, pace = _row(variant, requests, rate, scale, proceed)
                 if row["failed"]:
-                    found.notes.append(f"without {name or 'nothing'}: invalid, {row['failed']} answers failed")
-                    found.holds = False
+                    found.note(f"without {name or 'nothing'}: invalid, {row['failed']} answers failed", holds=False)
                 found.rows.append({"without": name or None, **row})
                 if pace is not None:
-                    found.notes.append(f"without {name or 'nothing'}: {pace.sentence()}")
-                    found.holds &= pace.valid and not pace.wrong_loads
+                    found.note(
+                        f"without {name or 'nothing'}: {pace.sentence()}", holds=pace.valid and not pace.wrong_loads
+                    )
         except Stopped as stopped:
             found.stopped = stopped
     print(table(found.rows, COLUMNS))
     if "swap" in chosen and not any(row["preemptions"] for row in found.rows):
-        found.notes.append("swap: nobody had to give way, so it shows nothing; raise --rate or lower --hbm-blocks")
+        found.note("swap: nobody had to give way, so it shows nothing; raise --rate or lower --hbm-blocks")
     elif "swap" in chosen and all(row["recompute_s"] is None for row in found.rows):
-        found.notes.append("swap: what giving way costs is known from the gate's fits; it takes --gate on and a tier")
+        found.note("swap: what giving way costs is known from the gate's fits; it takes --gate on and a tier")
     return found
 
 

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if stopped is not None:
         print(f"ended early ({stopped}): the rows are of what was run until then", file=sys.stderr)
         return stopped.exit_code
-    return int(not found.holds)
+    return int(bool(found.faults))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,7 @@ def compare(settings: Settings, passes: Passes, proceed: Callable[[], None]) -> 
         for each in tested:
             pace = each.assembly.engine.pace
             if pace is not None:
-                found.notes.append(f"cache {each.cache}: {pace.sentence()}")
-                found.holds &= pace.valid and not pace.wrong_loads
+                found.note(f"cache {each.cache}: {pace.sentence()}", holds=pace.valid and not pace.wrong_loads)
     print(table(found.rows, COLUMNS))
     return found
 
@@ -245,8 +244,7 @@ def _tell(found: Found, workload: str, seed: int, tested: tuple[Tested, Tested])
     on, off = (each.passes for each in tested)
     failed = sum(each.failed for each in (*on, *off))
     if failed:
-        found.notes.append(f"{workload}: invalid, {counted(failed, 'answer')} failed")
-        found.holds = False
+        found.note(f"{workload}: invalid, {counted(failed, 'answer')} failed", holds=False)
     if not all(each.ttfts for each in (*on, *off)):
         return
     ttft = ratio_of_medians(_medians(off), _medians(on), seed)
@@ -256,11 +254,11 @@ def _tell(found: Found, workload: str, seed: int, tested: tuple[Tested, Tested])
     ratios = {"ttft_ratio": ttft.report(), "throughput_ratio": speed.report()}
     found.rows += [{**each.row(workload), **ratios} for each in tested]
     for name, ratio in (("TTFT p50", ttft), ("throughput", speed)):
-        found.notes.append(
+        found.note(
             f"{workload}: {name} {ratio.ratio:.2f} times as good with the cache "
-            f"({ratio.low:.2f} to {ratio.high:.2f}, {len(on)} pairs): {ratio.verdict}"
+            f"({ratio.low:.2f} to {ratio.high:.2f}, {len(on)} pairs): {ratio.verdict}",
+            holds=ratio.verdict in (HOLDS, TOO_FEW),
         )
-        found.holds &= ratio.verdict in (HOLDS, TOO_FEW)
 
 
 def _medians(passes: Sequence[Played]) -> list[float]:

@@ -242,12 +242,9 @@ class FsMedium(KeyMedium):
         """Descriptor of a block that is there, a file and not expired."""
         if not self._real(path):
             return None
-        try:
-            descriptor = open_to_read(path)
-        except OSError as error:
-            if error.errno in GONE:
-                return None
-            raise
+        descriptor = open_to_read(path)
+        if descriptor is None:
+            return None
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode) and status.st_mtime > time.time() - self.ttl:
             return descriptor

@@ -11,7 +11,7 @@ from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
 from kvtier.codec.audit import Flaw, payload_flaw, read_value
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
 from kvtier.errors import ConfigError
-from kvtier.storage_backends.fs_files import GONE, TEMPORARY, open_to_read, remove
+from kvtier.storage_backends.fs_files import TEMPORARY, open_to_read, remove
 from kvtier.storage_backends.fs_space import NAME, leaves_below
 from kvtier.storage_backends.fs_state import FolderState
 
@@ -61,12 +61,9 @@ class FolderAuditor(Auditor):
         pass
 
     def _flaw(self, path: str, block: bytes) -> Flaw | None:
-        try:
-            descriptor = open_to_read(path)
-        except OSError as error:
-            if error.errno in GONE:
-                return None
-            raise
+        descriptor = open_to_read(path)
+        if descriptor is None:
+            return None
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

@@ -63,9 +63,14 @@ def create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def open_to_read(path: str) -> int:
-    """Descriptor of a file, never through a link; does not wait where a pipe lies in its place."""
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_to_read(path: str) -> int | None:
+    """Descriptor of a file, never through a link; None where it is gone. Does not wait where a pipe lies in its place."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
 
 
 def put(folder: str, name: str, content: bytes, *, sync: bool) -> None:
@@ -99,12 +104,9 @@ def sync_folder(folder: str) -> None:
 
 def content_of(path: str, most: int) -> bytes | None:
     """A small file's content; None where it is absent, or longer than ``most``."""
-    try:
-        descriptor = open_to_read(path)
-    except OSError as error:
-        if error.errno in GONE:
-            return None
-        raise
+    descriptor = open_to_read(path)
+    if descriptor is None:
+        return None
     try:
         content = os.pread(descriptor, most + 1, 0)
     finally:

@@ -10,7 +10,6 @@ A new codec's test file is a subclass with a ``codec`` fixture; a lossy one also
 from __future__ import annotations
 
 import random
-import threading
 import tracemalloc
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 
 from kvtier.abc.codec import Codec
 from kvtier.errors import CorruptFrame
+from kvtier.testing.threads import together
 
 GUARD = 64
 """Bytes ahead of and behind a buffer that nobody may touch."""
@@ -155,9 +155,5 @@ class CodecSuite:
             if again != [expected] * 10:
                 wrong.append(number)
 
-        threads = [threading.Thread(target=play, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(play)
         assert not wrong

@@ -13,7 +13,6 @@ go behind the medium's back::
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -21,6 +20,7 @@ import pytest
 
 from kvtier.abc.medium import MOST_RECORDS, Iovec, KeyMedium, LastingMedium, Outcome, SlotMedium, Status
 from kvtier.key import KEY_BYTES, Address, Shard
+from kvtier.testing.threads import together
 
 S = TypeVar("S", bound=SlotMedium)
 K = TypeVar("K", bound=KeyMedium)
@@ -77,11 +77,7 @@ class LastingMediumSuite(Generic[L]):
             for epoch in range(1, 6):
                 medium.raise_epochs({"shared": 10 * epoch + number, f"own {number}": epoch}, {})
 
-        threads = [threading.Thread(target=play, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(play, 3)
         assert medium.epochs() == {"shared": 52, "own 0": 5, "own 1": 5, "own 2": 5}
 
 
@@ -179,11 +175,7 @@ class SlotMediumSuite(Generic[S]):
                 if into != data:
                     wrong.append(slot)
 
-        threads = [threading.Thread(target=play, args=(slot,)) for slot in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(play)
         assert not wrong
 
     def test_an_empty_batch_is_no_batch(self, medium: S) -> None:
@@ -356,11 +348,7 @@ class KeyMediumSuite(LastingMediumSuite[K], Generic[K]):
                 if into != data:
                     wrong.append(number)
 
-        threads = [threading.Thread(target=play, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(play)
         assert not wrong
 
     def test_an_empty_batch_is_no_batch(self, medium: K) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvtier.config import StoreCodec
 from kvtier.errors import ConfigError, CorruptFrame, NotEncodable
 from kvtier.key import Identity
 from kvtier.layout import CacheGroup, GroupKind, Layout
+from kvtier.testing.threads import together
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOSSY = [codec.value for codec in StoreCodec if codec is not StoreCodec.RAW]
@@ -157,11 +157,7 @@ def test_threads_do_not_mix_their_blocks_up(name: str, seed: int) -> None:
         if any(bytes(encoded(codec, values)) != bytes(encoded(made(name), values)) for _ in range(20)):
             wrong.append(number)
 
-    threads = [threading.Thread(target=play, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(play)
     assert not wrong
 
 

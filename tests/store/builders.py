@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.abc.medium import KeyMedium
-from kvtier.abc.policy import EvictionPolicy
+from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.abc.store import NO_HINTS, Hints, Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
 from kvtier.config import AdmissionRule, TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
-from kvtier.key import Identity, Span
+from kvtier.key import Address, Identity, Span
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.quantity import Bytes
@@ -102,6 +102,18 @@ class Bench:
     def empty_dram(self) -> None:
         """Evict everything that DRAM may evict."""
         self.store.empty("dram")
+
+
+class Told(LruPolicy):
+    """Remembers what it was told of each entry."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.told: dict[Address, EntryMeta] = {}
+
+    def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
+        self.told[entry] = meta
+        super().insert(entry, meta, now)
 
 
 def make_bench(

@@ -11,7 +11,6 @@ import pytest
 
 from kvtier.abc.policy import EntryMeta
 from kvtier.key import Address
-from kvtier.policy.lru import LruPolicy
 from kvtier.pool import Slot
 from kvtier.quantity import Bytes
 from kvtier.storage_backends.nvme import NvmeMedium
@@ -19,7 +18,7 @@ from kvtier.testing.tiers import lone_tier
 from tests.backends.nvme import demoted
 from tests.backends.support import Batch
 
-from .builders import GEOMETRY, Bench, chain, make_bench
+from .builders import GEOMETRY, Bench, Told, chain, make_bench
 
 
 @pytest.fixture
@@ -109,18 +108,6 @@ def test_live_matches_loads_and_demotions_are_no_faults(bench: Bench) -> None:
     bench.idle()
 
 
-class Noting(LruPolicy):
-    """Notes what it is told of each entry."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.told: dict[Address, EntryMeta] = {}
-
-    def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
-        self.told[entry] = meta
-        super().insert(entry, meta, now)
-
-
 def test_a_restart_tells_the_policy_all_that_it_knew(tmp_path: Path) -> None:
     """Size, place in the chain, tenant and expiry of each block come back with the index."""
     batch = Batch(3, GEOMETRY.block_bytes, expires_at=5e9)
@@ -128,7 +115,7 @@ def test_a_restart_tells_the_policy_all_that_it_knew(tmp_path: Path) -> None:
     before = NvmeMedium(tmp_path / "tier", GEOMETRY.block_bytes, params)
     demoted(before, batch, [0, 1, 2])
     before.close()
-    policy = Noting(3)
+    policy = Told(3)
     lone_tier(NvmeMedium(tmp_path / "tier", GEOMETRY.block_bytes, params), lambda _: policy).close()
     expected = [
         EntryMeta(above, depth, GEOMETRY.block_bytes, tenant=b"t" * 16)

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.abc.policy import EntryMeta
 from kvtier.abc.store import Hints, Reason
 from kvtier.config import WriteMode
-from kvtier.key import Address, Span
-from kvtier.policy.lru import LruPolicy
+from kvtier.key import Span
 from kvtier.testing.rig import SMALL_NVME
 from kvtier.tier.pins import PIN_SHARE
 from kvtier.tier.slot import SlotTier
 
-from .builders import Bench, chain, make_bench
+from .builders import Bench, Told, chain, make_bench
 
 HOUR = Hints(pin_seconds=3600)
 NO_STORE = Hints(no_store=True)
@@ -255,18 +253,6 @@ def test_a_later_pin_lengthens_and_never_shortens() -> None:
 
 
 # -- priority
-
-
-class Told(LruPolicy):
-    """Remembers what it was told of each entry."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.told: dict[Address, EntryMeta] = {}
-
-    def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
-        self.told[entry] = meta
-        super().insert(entry, meta, now)
 
 
 def test_the_priority_reaches_the_policy_of_every_tier_with_slots(tmp_path: Path) -> None:

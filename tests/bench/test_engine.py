@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from kvtier.assembly.assemble import assemble
-from kvtier.bench.ablation import EVERY, IDEAS, Found, Memory, Slab, StaticBatch, ideas
+from kvtier.bench.ablation import EVERY, IDEAS, Found, Memory, Size, Slab, StaticBatch, _base, _figures, ideas
 from kvtier.bench.drive import Drive, Played, store_cpu, store_cpu_since
-from kvtier.bench.engine import Passes, _tell, compare, declined_tokens
+from kvtier.bench.engine import Passes, _tell, _turns, compare, declined_tokens
 from kvtier.bench.ratio import Ratio, ratio_of_medians
 from kvtier.bench.report import Stopped, percentile
 from kvtier.bench.workloads import WORKLOADS, Arrival, Conversation, Draw, arrivals, named
 from kvtier.cli.main import main
-from kvtier.config import Settings, resolve
+from kvtier.config import Preemption, Settings, resolve
 from kvtier.engine.request import RequestStats
 from kvtier.engine.scheduler import Admission
 from kvtier.metrics import Metrics
@@ -193,6 +193,19 @@ def test_only_what_holds_holds(speed: list[float], pairs: int, failed: int, hold
     assert set(found.faults) <= set(found.notes) and len(found.faults) == (0 if holds else 1 if failed else 2)
 
 
+def test_whoever_goes_first_goes_second_in_the_next_pair() -> None:
+    played: list[tuple[str, object]] = []
+
+    def tested(cache: str) -> Any:
+        assembly = SimpleNamespace(engine=SimpleNamespace(vocab=100))
+        return SimpleNamespace(cache=cache, assembly=assembly, play=lambda talks, _: played.append((cache, talks)))
+
+    _turns("unique", Passes(["unique"], 3, 1, 0.1), 1, (tested("on"), tested("off")), lambda _: None)
+    assert [cache for cache, _ in played] == ["on", "off", "off", "on", "on", "off"]
+    texts = [talks for _, talks in played]
+    assert texts[0] == texts[1] and texts[0] != texts[2], "both of a pair have one workload, and each pair its own"
+
+
 def test_a_pass_without_a_token_is_told_and_not_compared() -> None:
     nothing = Played([RequestStats(1, 0.0)], [0.0], failed=1, seconds=1.0)
     tested: Any = [SimpleNamespace(passes=[nothing], row=lambda _: {}) for _ in range(2)]
@@ -208,19 +221,57 @@ def test_names_that_come_twice_are_run_once() -> None:
 # -- one idea off at a time
 
 
-def test_a_request_waits_from_when_it_is_due(tiny: Path) -> None:
+def test_a_request_waits_from_when_it_is_due(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from when a step that was running let it in: else whoever computes a prompt whole looks faster than it is."""
+    now = 0.0
+
+    def step_takes() -> None:
+        nonlocal now
+        now += 0.05
+
+    monkeypatch.setattr("kvtier.bench.drive.time", SimpleNamespace(perf_counter=lambda: now, sleep=lambda _: None))
     assembly = assemble(settings(tiny, hbm_blocks=64))
     listed = [Arrival(0.0, (1, 2, 3), 2), Arrival(0.01, (4, 5, 6), 1)]
     try:
-        played = Drive(assembly.engine).arrivals(listed, lambda: time.sleep(0.05))
-        assert played.late[1] > 0.03
-        assert [
-            wait is not None and stats.ttft is not None and wait - stats.ttft
-            for wait, stats in zip(played.waits, played.stats, strict=True)
-        ] == pytest.approx(played.late)
+        played = Drive(assembly.engine).arrivals(listed, step_takes)
     finally:
         assembly.close()
+    assert played.late == pytest.approx([0.0, 0.04])
+    ttfts = [stats.ttft for stats in played.stats]
+    assert played.ttfts == [(ttft or 0.0) + late for ttft, late in zip(ttfts, played.late, strict=True)]
+
+
+def test_each_idea_turns_off_what_it_names(tiny: Path) -> None:
+    base, size = _base(settings(tiny, max_num_seqs=4), [Arrival(0.0, (1,) * 40, 24), Arrival(0.0, (1,) * 16, 16)])
+    assert (size, base.engine.hbm_blocks) == (Size(64, 4), 6)  # half of what four of the mean could hold
+    assert base.engine.longest_prefix_first and base.engine.preemption is Preemption.CHEAPER
+    without = {name: IDEAS[name](base, size) for name in IDEAS}
+    engines = {name: variant.settings.engine for name, variant in without.items()}
+    assert [name for name in IDEAS if not engines[name].longest_prefix_first] == ["fcfs"]
+    assert [name for name in IDEAS if not engines[name].prefix_cache] == ["slab"] and without["slab"].reserved == 4
+    assert [name for name in IDEAS if engines[name].preemption is Preemption.RECOMPUTE] == ["swap"]
+    assert [name for name in IDEAS if engines[name].max_num_batched_tokens == 4 * 64] == ["no-chunking"]
+    assert [name for name in IDEAS if without[name].admission is not None] == ["slab", "static-batching"]
+
+
+def test_what_giving_way_costs_is_by_the_gates_fits() -> None:
+    fits = {"kvtier_gate_prefill_token_seconds": 0.5, "kvtier_gate_bandwidth_bytes": 1000.0}
+    identity = SimpleNamespace(layout=SimpleNamespace(bytes_per_token=100))
+    assembly: Any = SimpleNamespace(
+        metrics=SimpleNamespace(value=lambda name, **_: fits[name]), engine=SimpleNamespace(identity=identity)
+    )
+    stats = [
+        RequestStats(10, 0.0, first_token=1.0, completion_tokens=4, preemptions=1, recomputed_tokens=6, hbm_tokens=5),
+        RequestStats(10, 0.0, first_token=5.0, completion_tokens=4, preemptions=2, demoted_tokens=20),
+    ]
+    played = Played(stats, [0.0, 1.0], gaps=[0.1] * 98 + [0.2, 0.3], seconds=2.0)
+    listed = [Arrival(0.0, (1,), 1), Arrival(0.0, (1,), 1, long=True)]
+    memory: Any = SimpleNamespace(share=0.75)
+    assert _figures(assembly, listed, played, memory) == {
+        "kv_share": 0.75, "tokens_per_s": 4.0, "hit_rate": 0.25, "itl_p99_s": 0.2, "ttft_p50_s": 3.5,
+        "long_ttft_p50_s": 6.0, "failed": 0, "preemptions": 3, "recomputed_tokens": 6, "demoted_tokens": 20,
+        "recompute_s": 3.0, "demotion_s": 2.0,
+    }  # fmt: skip
 
 
 def test_every_idea_can_be_turned_off(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,3 +146,11 @@ def test_uses_are_counted_up_to_a_limit() -> None:
 def test_a_clock_that_goes_back_takes_nothing_from_the_budget() -> None:
     budget = WriteBudget(24_000)
     assert budget.left(1000.0) == budget.left(10.0) == 1000.0
+
+
+def test_a_quiet_week_saves_up_no_more_than_an_hour_may_spend() -> None:
+    budget = WriteBudget(24_000)
+    assert budget.left(0.0) == 1000.0
+    budget.spend(1000)
+    assert budget.left(0.0) == 0.0
+    assert budget.left(7 * DAY) == 1000.0

@@ -28,7 +28,7 @@ from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
 from kvtier.testing.blocks import IDENTITY, LAYOUT, SHARD, EngineMemory, chain, filled
 from kvtier.testing.media import KeyMediumSuite, names, payload, room
-from kvtier.testing.stores import StoreSuite
+from kvtier.testing.stores import PATIENCE, StoreSuite
 from kvtier.url import TierUrl
 
 from .fs import opened, place, spread, whole, writer
@@ -108,7 +108,8 @@ def reopened(root: Path) -> TieredStore:
         f"dram://?capacity={24 * LAYOUT.block_bytes}&verify=always",
         f"fs://{root}/shared?capacity=1GiB&write=through&sync=false",
     ]
-    return open_store([TierUrl.parse(url) for url in urls], IDENTITY, StoreSettings(), Metrics())
+    settings = StoreSettings(deadline=Seconds(PATIENCE))
+    return open_store([TierUrl.parse(url) for url in urls], IDENTITY, settings, Metrics())
 
 
 def spoil(paths: list[Path], harm: str) -> None:

@@ -11,11 +11,12 @@ from kvtier.abc.store import Store
 from kvtier.config import StoreSettings, WriteMode
 from kvtier.key import Span, address
 from kvtier.metrics import Metrics
+from kvtier.quantity import Seconds
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
 from kvtier.testing.blocks import IDENTITY, SHARD
-from kvtier.testing.stores import StoreSuite
+from kvtier.testing.stores import PATIENCE, StoreSuite
 from kvtier.url import TierUrl
 from tests.store.builders import Bench, make_bench
 
@@ -82,7 +83,7 @@ class TestWithThreads(StoreSuite[TieredStore]):
             "memory": "memory://?write=through",
         }
         tiers = [TierUrl.parse(urls[name]) for name in request.param.split("+")]
-        with_threads = open_store(tiers, IDENTITY, StoreSettings(), Metrics())
+        with_threads = open_store(tiers, IDENTITY, StoreSettings(deadline=Seconds(PATIENCE)), Metrics())
         yield with_threads
         with_threads.close()
 

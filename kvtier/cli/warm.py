@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"{where}: {gone}{done}") from gone
             warmed += 1
             print(
-                f"{where}: {tokens} tokens are pinned for {prompt.hints.pin_seconds:g} s, {cached} of them were there"
+                f"{where}: {tokens} tokens, {cached} of them were there; "
+                f"their blocks are pinned for {prompt.hints.pin_seconds:g} s, up to a tier's share of pins"
             )
     if not warmed + failed:
         raise ConfigError(f"{', '.join(args.file)}: no prompt is in it")

@@ -24,6 +24,7 @@ TEMPLATE = (
 SYSTEM = "You are as brief as a bill"
 COMMON = f"<system>{SYSTEM};<user>"
 """What all conversations with that system prompt begin with: one token for each letter."""
+PINNED = "their blocks are pinned for {} s, up to a tier's share of pins"
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
@@ -62,7 +63,7 @@ def test_the_first_user_of_a_warm_prompt_finds_it(
     path.write_text(SYSTEM)
     offered(running)
     assert warm(running, path, "--pin=2h", "--priority=3") == 0
-    assert capsys.readouterr().out == f"{path}: {len(COMMON)} tokens are pinned for 7200 s, 0 of them were there\n"
+    assert capsys.readouterr().out == f"{path}: {len(COMMON)} tokens, 0 of them were there; {PINNED.format(7200)}\n"
     wanted = Hints(priority=3, pin_seconds=7200, store_generated=False)
     assert offered(running)[wanted] == len(COMMON) // BLOCK
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "what now?"}]
@@ -71,7 +72,7 @@ def test_the_first_user_of_a_warm_prompt_finds_it(
     assert warm(running, path) == 0
     there = (len(COMMON) - 1) // BLOCK * BLOCK
     assert (
-        capsys.readouterr().out == f"{path}: {len(COMMON)} tokens are pinned for 3600 s, {there} of them were there\n"
+        capsys.readouterr().out == f"{path}: {len(COMMON)} tokens, {there} of them were there; {PINNED.format(3600)}\n"
     )
 
 
@@ -104,7 +105,8 @@ def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
     assert warm(running, path) == 1
     shown = capsys.readouterr()
     assert [line.split()[0] for line in shown.out.splitlines()] == [f"{path}:{number}:" for number in (1, 2, 4, 17)]
-    assert f"{path}:2: {len('[look]<system>Be tooled;<user>')} tokens are pinned for 5 s" in shown.out
+    tokens = len("[look]<system>Be tooled;<user>")
+    assert f"{path}:2: {tokens} tokens, 0 of them were there; {PINNED.format(5)}" in shown.out
     said = dict(line.removeprefix(f"{path}:").split(": ", 1) for line in shown.err.splitlines())
     expected = {
         5: "no JSON",
@@ -194,5 +196,5 @@ def test_a_server_that_fails_midway_is_one_line_and_what_was_done_is_told(
     shown = capsys.readouterr()
     (line,) = shown.err.splitlines()
     assert f"{path}:2: " in line and said in line and line.isprintable()
-    assert shown.out.startswith(f"{path}:1: 3 tokens are pinned")
+    assert shown.out.startswith(f"{path}:1: 3 tokens, ")
     assert ("1 prompt warmed before" in line) == (code == 2)

@@ -178,7 +178,8 @@ GPUS = {
         ),
     )
 }  # fmt: skip
-"""By name. Prices are assumptions: give your own."""
+"""By name. Prices are assumptions: give your own. Of H100, H200 and B200 https://glennklockwood.com/garden/processors has the
+same figures, from NVIDIA's papers; it counts both directions of a link."""
 
 LINKS = {
     each.name: each
@@ -247,14 +248,15 @@ class _Fields:
     raw: Config
     name: str
 
-    def integer(self, *keys: str, default: int | None = None) -> int:
+    def integer(self, *keys: str, default: int | None = None, least: int = 0) -> int:
         """The first of ``keys`` that is there."""
         for key in keys:
             value = self.raw.get(key)
             if value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
-                raise ModelError(f"{self.name}: {key} must be a whole number, is {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
+                shown = repr(value) if len(repr(value)) <= 40 else repr(value)[:37] + "..."
+                raise ModelError(f"{self.name}: {key} must be a whole number from {least}, is {shown}")
             return value
         if default is None:
             raise ModelError(f"{self.name}: config.json has no {keys[0]}")
@@ -272,13 +274,13 @@ def shape_of(name: str, raw: Config, kv_dtype: str) -> ModelShape:
     families of the table have them.
     """
     fields = _Fields(raw, name)
-    layers, hidden = fields.integer("num_hidden_layers", "n_layer"), fields.integer("hidden_size", "n_embd")
-    heads = fields.integer("num_attention_heads", "n_head")
-    if min(layers, hidden, heads) < 1:
-        raise ModelError(f"{name}: layers, hidden size and heads must be positive")
-    head_dim = fields.integer(
-        "head_dim", default=128 if str(raw.get("model_type")).startswith("qwen3") else hidden // heads
-    )
+    layers = fields.integer("num_hidden_layers", "n_layer", least=1)
+    hidden = fields.integer("hidden_size", "n_embd", least=1)
+    heads = fields.integer("num_attention_heads", "n_head", least=1)
+    qwen3 = str(raw.get("model_type")).startswith("qwen3")
+    head_dim = fields.integer("head_dim", default=128 if qwen3 else hidden // heads, least=1)
+    if raw.get("head_dim") is None and not qwen3 and not fields.integer("kv_lora_rank", default=0) and hidden % heads:
+        raise ModelError(f"{name}: a hidden size of {hidden} is no whole number of {heads} heads")
     mla = fields.integer("kv_lora_rank", default=0)
     try:
         groups = _mla_groups(fields, layers, kv_dtype) if mla else _groups(fields, layers, heads, head_dim, kv_dtype)
@@ -286,7 +288,7 @@ def shape_of(name: str, raw: Config, kv_dtype: str) -> ModelShape:
         raise ModelError(f"{name}: {wrong}") from None
     qk_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim") if mla else head_dim
     v_dim = fields.integer("v_head_dim") if mla else head_dim
-    vocab = fields.integer("vocab_size")
+    vocab = fields.integer("vocab_size", least=1)
     embedding = vocab * hidden
     attention = _mla_weights(fields, hidden, heads) if mla else _attention_weights(fields, groups[0], hidden, heads)
     experts = fields.integer("n_routed_experts", "num_local_experts", "num_experts", default=0)
@@ -294,11 +296,13 @@ def shape_of(name: str, raw: Config, kv_dtype: str) -> ModelShape:
     if experts and not 0 < routed_to <= experts:
         raise ModelError(f"{name}: {routed_to} of {experts} experts per token")
     dense = fields.integer("first_k_dense_replace", default=0) if experts else layers
+    if dense > layers:
+        raise ModelError(f"{name}: first_k_dense_replace is {dense}, of {layers} layers")
     fixed = layers * (attention + 2 * hidden) + hidden + embedding * (1 if _tied(fields) else 2)
     fixed += dense * _mlp(fields, hidden)
     each = 0
     if experts:
-        each = 3 * hidden * fields.integer("moe_intermediate_size", "intermediate_size")
+        each = 3 * hidden * fields.integer("moe_intermediate_size", "intermediate_size", least=1)
         shared = fields.integer("n_shared_experts", default=0)
         fixed += (layers - dense) * (shared * each + experts * hidden)
     routed = (layers - dense) * each
@@ -310,7 +314,7 @@ def shape_of(name: str, raw: Config, kv_dtype: str) -> ModelShape:
         heads=heads,
         qk_dim=qk_dim,
         v_dim=v_dim,
-        max_positions=fields.integer("max_position_embeddings", "n_positions", default=2048),
+        max_positions=fields.integer("max_position_embeddings", "n_positions", default=2048, least=1),
         vocab=vocab,
         experts=experts,
         experts_per_token=routed_to,
@@ -334,16 +338,20 @@ def _mla_groups(fields: _Fields, layers: int, kv_dtype: str) -> tuple[CacheGroup
 
 def _groups(fields: _Fields, layers: int, heads: int, head_dim: int, kv_dtype: str) -> tuple[CacheGroup, ...]:
     """Layers of full attention and layers with a window."""
-    kv_heads = fields.integer("num_key_value_heads", "num_kv_heads", default=heads)
+    kv_heads = fields.integer("num_key_value_heads", "num_kv_heads", default=heads, least=1)
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         kv_heads = 1
+    if heads % kv_heads:
+        raise ModelError(f"{fields.name}: {heads} heads do not share {kv_heads} KV heads evenly")
     kind = GroupKind.MHA if kv_heads == heads else GroupKind.MQA if kv_heads == 1 else GroupKind.GQA
     group = CacheGroup(kind, layers, kv_heads, head_dim, kv_dtype)
     window = fields.integer("sliding_window", default=0)
     if not window or not fields.flag("use_sliding_window", default=True):
         return (group,)
     kinds = fields.raw.get("layer_types")
-    full = [each for each in kinds if each == "full_attention"] if isinstance(kinds, list) else []
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise ModelError(f"{fields.name}: layer_types must say of each of {layers} layers what it attends to")
+    full = [each for each in kinds or () if each == "full_attention"]
     parts = (replace(group, layers=n, window=w) for n, w in ((len(full), None), (layers - len(full), window)) if n)
     return tuple(parts)
 
@@ -371,4 +379,4 @@ def _mla_weights(fields: _Fields, hidden: int, heads: int) -> int:
 def _mlp(fields: _Fields, hidden: int) -> int:
     if fields.raw.get("model_type") == "falcon":
         return 2 * hidden * fields.integer("ffn_hidden_size", default=4 * hidden)
-    return 3 * hidden * fields.integer("intermediate_size", "n_inner", default=4 * hidden)
+    return 3 * hidden * fields.integer("intermediate_size", "n_inner", default=4 * hidden, least=1)

@@ -188,7 +188,7 @@ def weights_touched(shape: ModelShape, tokens: int) -> float:
 
     With ``k`` of ``E`` experts chosen evenly, a step of ``n`` tokens touches 1 - (1 - k/E)^n of them.
     """
-    if not shape.experts:
+    if shape.experts <= shape.experts_per_token:  # dense, or each token goes to all of them
         return float(shape.parameters)
     routed = (shape.parameters - shape.active) / (shape.experts - shape.experts_per_token) * shape.experts
     touched = 1.0 - (1.0 - shape.experts_per_token / shape.experts) ** tokens

@@ -203,9 +203,22 @@ def test_a_config_file_gives_what_the_table_gives(tmp_path: Path) -> None:
         ("[]", "JSON object"),
         ("{}", "no num_hidden_layers"),
         (json.dumps({**MODELS["llama-3-8b"][1], "num_hidden_layers": "32"}), "num_hidden_layers must be"),
-        (json.dumps({**MODELS["llama-3-8b"][1], "num_attention_heads": 0}), "must be positive"),
-        (json.dumps({**MODELS["llama-3-8b"][1], "num_key_value_heads": 0}), "at least one"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "num_attention_heads": 0}), "whole number from 1, is 0"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "num_key_value_heads": 0}), "whole number from 1, is 0"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "num_key_value_heads": 3}), "32 heads do not share 3 KV heads evenly"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "hidden_size": 1e308}), r"whole number from 1, is 1e\+308$"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "hidden_size": 10**300}), r"is 1000000000.{30}$"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "head_dim": None, "num_attention_heads": 24}), "no whole number of 24"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "intermediate_size": 0}), "intermediate_size must be .* from 1"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "vocab_size": 0}), "vocab_size must be .* from 1"),
+        (json.dumps({**MODELS["llama-3-8b"][1], "max_position_embeddings": 0}), "must be .* from 1"),
+        (
+            json.dumps({**MODELS["llama-3-8b"][1], "sliding_window": 8, "layer_types": ["full_attention"] * 40}),
+            "each of 32",
+        ),
+        (json.dumps({**MODELS["llama-3-8b"][1], "sliding_window": 8, "layer_types": "full"}), "each of 32"),
         (json.dumps({**MODELS["mixtral-8x7b"][1], "num_experts_per_tok": 9}), "9 of 8 experts"),
+        (json.dumps({**MODELS["deepseek-v3"][1], "first_k_dense_replace": 62}), "is 62, of 61 layers"),
         ("[" * 100_000, "not JSON"),
     ],
 )
@@ -215,6 +228,25 @@ def test_a_broken_config_is_one_line_that_names_it(tmp_path: Path, content: str,
     with pytest.raises(ConfigError, match=words) as caught:
         model_shape(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_where_every_expert_is_asked_all_weights_are_touched() -> None:
+    shape = shape_of("all", {**MODELS["mixtral-8x7b"][1], "num_experts_per_tok": 8}, "bf16")
+    assert weights_touched(shape, 1) == shape.parameters == shape.active
+
+
+def test_llama_3_70b_on_h100_by_hand() -> None:
+    """80 layers, 8 of 64 heads for K and V, 128 wide, two bytes; 989.4 TFLOP/s at half; 70.55 billion weights."""
+    per_token = 2 * 80 * 8 * 128 * 2
+    assert kv_bytes(LARGE, 1) == per_token == 327_680
+    products = 2 * 70_553_706_496 * 4096
+    pairs = 4096 * 4097 / 2
+    attention = 80 * pairs * 2 * 64 * (128 + 128)
+    seconds = (products + attention) / (989.4e12 * 0.5)
+    assert prefill_seconds(LARGE, H100, 4096) == pytest.approx(seconds)
+    assert break_even_bandwidth(LARGE, H100, 4096) == pytest.approx(4096 * per_token / seconds)
+    step = (2 * 70_553_706_496 + 64 * 4096 * per_token) / 3.35e12
+    assert decode_seconds(LARGE, H100, 4096, 64) == pytest.approx(step), "a step reads the weights once and all KV"
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvtier.assembly.assemble import assemble
+from kvtier.bench import engine as engine_bench
 from kvtier.bench.ablation import EVERY, IDEAS, Found, Memory, Size, Slab, StaticBatch, _base, _figures, ideas
 from kvtier.bench.drive import Drive, Played, store_cpu, store_cpu_since
 from kvtier.bench.engine import Passes, _tell, _turns, compare, declined_tokens
@@ -101,6 +102,24 @@ def test_the_gates_counter_is_what_was_recomputed_on_purpose() -> None:
     for tier, verdict, tokens in (("dram", "declined", 32), ("nvme", "declined", 16), ("dram", "admitted", 64)):
         metrics.gate_tokens.labels(tier, verdict).inc(tokens)
     assert declined_tokens(metrics) == 48
+
+
+def test_a_pass_counts_its_own_and_leaves_hbm_empty() -> None:
+    metrics, then = Metrics(), list[str]()
+    declined = metrics.gate_tokens.labels("dram", "declined")
+    declined.inc(100)  # by what ran before
+
+    def conversations(*_: object) -> Played:
+        declined.inc(16)
+        return Played()
+
+    engine = SimpleNamespace(
+        settle=lambda _: then.append("saves end"), reset_prefix_cache=lambda: then.append("HBM is emptied")
+    )
+    tested = engine_bench.Tested("on", SimpleNamespace(engine=engine, metrics=metrics), lambda: None)  # type: ignore[arg-type]
+    tested.drive = SimpleNamespace(conversations=conversations)  # type: ignore[assignment]
+    tested.play([], 1)
+    assert (tested.declined, then) == (16, ["saves end", "HBM is emptied"])
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -9,10 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from kvtier.bench import opening, plane
 from kvtier.bench.limits import spread
 from kvtier.bench.opening import MARK
 from kvtier.bench.report import table
+from kvtier.bench.tiers import Cell, _rows
 from kvtier.cli import main as cli
 from kvtier.errors import MediumError
 from kvtier.storage_backends.nvme_directory import foreign_names
@@ -285,6 +288,30 @@ def test_the_folder_is_beside_the_users_or_inside_where_beside_is_closed(
         assert folder.parent == users
         assert not foreign_names(users)
     assert list(users.iterdir()) == []
+
+
+def test_rows_are_those_counted_by_hand() -> None:
+    """Four blocks of a megabyte a round: two threads, two each."""
+    seconds = [0.1, 0.2, 0.9], [0.05] * 3, [0.1] * 3
+    timed = {op: plane.Timed(seconds, [each / 1000 for each in range(100, 0, -1)]) for op in plane.OPS}
+    there: Any = SimpleNamespace(io="direct")
+    rows = list(_rows("nvme", there, Cell(1_000_000, 2, 2), timed))
+    assert [row.pop("op") for row in map(dict, rows)] == ["save", "load"]
+    figures = {"gb_s": 0.02, "gb_s_bare": 0.08, "limit_gb_s": 0.04, "ratio": 0.5, "p50_ms": 50.0, "p99_ms": 99.0}
+    assert all(figures.items() <= row.items() and row["calls"] == 100 for row in rows)
+
+
+def test_the_three_ways_take_turns_and_the_first_round_warms_up() -> None:
+    called: dict[str, list[int]] = {op: [] for op in plane.OPS}
+
+    def ways(op: str) -> list[Callable[[range], None]]:
+        return [lambda _, which=which: called[op].append(which) for which in range(3)]  # type: ignore[misc]
+
+    there: Any = SimpleNamespace(ways=ways, spoil=lambda _: None, check=lambda _: None)
+    timed = plane.measure(there, [range(1)], rounds=3)
+    assert [len(timed[op].seconds[which]) for op in plane.OPS for which in range(3)] == [3] * 6
+    turns = "".join(str(which) for which, _ in itertools.groupby(called["load"]))
+    assert turns == "0120" + "120" + "2010" + "120", "each first in a third; the store's way once more, to be checked"
 
 
 def test_a_table_lines_up() -> None:

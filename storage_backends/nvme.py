@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from kvtier.storage_backends.nvme_directory import (
 )
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
 from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal, nowhere
+from kvtier.transfer.deal import dealt
 from kvtier.url import TierUrl
 
 _log = logging.getLogger(__name__)
@@ -239,21 +240,7 @@ class NvmeMedium(PersistentSlotMedium):
 
     def _each(self, move: Callable[[int], Outcome], count: int) -> list[Outcome]:
         """``move`` for every index, a few at a time, this thread among them: bytes in flight are ``threads`` slots."""
-        if self._workers is None or count < 2:
-            return [move(index) for index in range(count)]
-        outcomes: list[Outcome] = [Outcome(Status.FAILED)] * count
-        hand = iter(range(count))  # next() of a C iterator is atomic under the GIL
-
-        def play() -> None:
-            for index in hand:
-                outcomes[index] = move(index)
-
-        others = [self._workers.submit(play) for _ in range(min(self._threads, count) - 1)]
-        try:
-            play()
-        finally:
-            wait([other for other in others if not other.cancel()])
-        return outcomes
+        return dealt(move, count, self._workers, self._threads - 1)
 
     def _check_disk(self) -> None:
         disk = os.statvfs(self._directory)

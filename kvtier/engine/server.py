@@ -35,7 +35,7 @@ BODY_SECONDS = 60.0
 """A body that is not there by then is not waited for: senders that trickle would hold connections for ever."""
 MAX_CHARACTERS = 2 << 20
 """Of one text: a tokenizer takes seconds, and a hundred bytes a token, for it."""
-CHARACTERS = 128
+TOKEN_CHARACTERS = 128
 """Of one token at most, whatever the vocabulary: a text of more than so many times the context is refused unread."""
 
 
@@ -192,7 +192,7 @@ class _Server:
 
     async def _encoded(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool = True) -> list[int]:
         """The tokens of a text that may fit into this engine."""
-        most = min(MAX_CHARACTERS, CHARACTERS * self._engine.engine.max_length)
+        most = min(MAX_CHARACTERS, TOKEN_CHARACTERS * self._engine.engine.max_length)
         return await _encoded(tokenizer, text, param, special, most)
 
     def _check_model(self, model: str | None) -> None:

@@ -10,8 +10,8 @@ between them. It must not be the executor that runs the call. Media have threads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from kvtier.codec.frame import (
 )
 from kvtier.codec.seal import Sealer, new_nonce
 from kvtier.errors import CorruptFrame
+from kvtier.transfer.deal import dealt
 from kvtier.transfer.staging import Staging
 
 COPY_BYTES = 1 << 20
@@ -360,22 +361,5 @@ def _parts(count: int, each_bytes: int, part_bytes: int = PART_BYTES) -> list[ra
 
 
 def _dealt(function: Callable[[range], list[Done]], parts: Sequence[range], workers: Executor | None) -> list[Done]:
-    """Results of all parts in order. Returns, or raises, only when no part is under way any more."""
-    if workers is None or len(parts) < 2:
-        return [done for part in parts for done in function(part)]
-    results: list[list[Done]] = [[] for _ in parts]
-    hand: Iterator[int] = iter(range(len(parts)))  # one C iterator for both threads: next() is atomic under the GIL
-
-    def play() -> None:
-        for index in hand:
-            results[index] = function(parts[index])
-
-    other = workers.submit(play)
-    try:
-        play()
-    finally:
-        if not other.cancel():
-            wait([other])
-    if not other.cancelled():
-        other.result()
-    return [done for result in results for done in result]
+    """Results of all parts in order."""
+    return [done for result in dealt(lambda at: function(parts[at]), len(parts), workers) for done in result]

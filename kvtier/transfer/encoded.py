@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor
 from contextlib import contextmanager
 
 from kvtier.abc.medium import Iovec, Outcome, SlotMedium, Status
 from kvtier.codec.lossy import LossyCodec
 from kvtier.errors import CorruptFrame, NotEncodable
+from kvtier.transfer.deal import dealt
 from kvtier.transfer.staging import Staging
 
 PART_BYTES = 16 << 20
@@ -94,23 +95,7 @@ class EncodedSlots(SlotMedium):
         self, turn: Callable[[memoryview, Iovec], Outcome], raws: Sequence[memoryview], buffers: Sequence[Iovec]
     ) -> list[Outcome]:
         """``turn`` for every block, by this thread and one of ``workers``, as far as that is free."""
-        outcomes = [Outcome(Status.FAILED)] * len(raws)
-        hand = iter(range(len(raws)))  # next() of a C iterator is atomic under the GIL
-
-        def play() -> None:
-            for index in hand:
-                outcomes[index] = turn(raws[index], buffers[index])
-
-        if self._workers is None or len(raws) < 2:
-            play()
-            return outcomes
-        other = self._workers.submit(play)
-        try:
-            play()
-        finally:
-            if not other.cancel():
-                wait([other])
-        return outcomes
+        return dealt(lambda at: turn(raws[at], buffers[at]), len(raws), self._workers)
 
 
 def _both(first: Sequence[Outcome], second: Sequence[Outcome]) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.testing.faults import Faulty, wrapped
 from kvtier.transfer.copy import load_blocks, read_frames, save_blocks, write_frames
+from kvtier.transfer.deal import dealt
 from kvtier.transfer.staging import PAGE_BYTES, Staging
 
 from .support import Batch
@@ -190,3 +192,19 @@ def test_bytes_that_rotted_before_a_keyed_sum_was_made_are_not_believed() -> Non
     read, headers = read_frames(medium, batch.names, batch.into, batch.asked, codec_named("raw"), now=0.0)
     assert [outcome.status for outcome in read] == [Status.DONE, Status.CORRUPT, Status.DONE]
     assert headers[1] is None
+
+
+def test_what_another_thread_raises_is_raised_once_nothing_is_under_way() -> None:
+    here, began, ended = threading.current_thread(), threading.Event(), []
+
+    def work(index: int) -> int:
+        if threading.current_thread() is not here:
+            began.set()
+            raise OSError(f"item {index}")
+        assert began.wait(10)
+        ended.append(index)
+        return index
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(OSError, match="item"):
+        dealt(work, 4, pool)
+    assert len(ended) == 3, "this thread has done all the others"

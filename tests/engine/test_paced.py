@@ -30,6 +30,8 @@ from kvtier.key import BlockKey, Identity
 from kvtier.layout import CacheGroup, GroupKind, Layout
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
+from kvtier.sim.models import gpu, model_shape
+from kvtier.sim.planner import Piece, step_seconds
 from kvtier.storage_backends.hbm import HbmMedium
 from kvtier.testing.requirements import require_installed
 from kvtier.testing.valkey import server_binary, start_valkey
@@ -300,6 +302,21 @@ def test_generate_says_how_the_pace_was_kept(tmp_path: Path, capfd: pytest.Captu
     assert len(out.strip()) == 5
     assert "0 wrong" in err
     assert "steps were late" in err
+
+
+def test_steps_last_what_the_formula_says() -> None:
+    def seconds(query: str) -> float:
+        made = open_paced(EngineSettings(model=f"paced://llama-3-8b?utilisation=0.5{query}"), StoreCodec.RAW)
+        return made.model._step_time([(0, 2048), (100, 1)])
+
+    formula = step_seconds(
+        model_shape("llama-3-8b", "bf16"), gpu("h100"), [Piece(0, 2048), Piece(100, 1)], utilisation=0.5
+    )
+    assert seconds("") == pytest.approx(formula)
+    assert seconds("&slow=3") == pytest.approx(3 * formula)
+    assert seconds("&gpus=2") == pytest.approx(formula / 2)
+    slower = open_paced(EngineSettings(model="paced://llama-3-8b?utilisation=0.25"), StoreCodec.RAW)
+    assert slower.model._step_time([(0, 2048)]) == pytest.approx(2 * formula, rel=0.01)
 
 
 def test_its_slots_are_the_models_and_few() -> None:

@@ -151,6 +151,16 @@ def test_what_cannot_run_at_all_is_one_line(
         assert said in line
 
 
+def test_what_stands_behind_a_line_that_is_too_long_is_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvtier.cli.warm.MOST_BYTES", 1000)
+    path = lines(tmp_path / "prompts.jsonl", "x" * 5000, {"prompt": "x"})
+    assert main(["warm", str(path), "--base-url=http://127.0.0.1:1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}:1: longer than")
+
+
 USAGE = {"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}}
 DEEP = b"[" * 100_000
 

@@ -7,6 +7,7 @@ scope's secret and salt: who has the file alone can tell which prompts begin ali
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +55,15 @@ class _Entry:
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
+def _place(status: os.stat_result) -> tuple[int, int]:
+    """What a file is, whatever its name."""
+    return status.st_dev, status.st_ino
+
+
 class Recorder:
     """Writes requests to a file on a thread of its own. Whoever tells it of them, on any thread, never waits for the disk.
 
-    Where the disk fails it stops for good, with one log line; what was written before stays readable.
+    Where the disk fails or the file is deleted it stops for good, with one log line; what was written before stays readable.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class Recorder:
             raise ConfigError(f"record: {path} is there already; give a name that is free") from None
         except OSError as failed:
             raise ConfigError(f"record: {path}: {failed.strerror}") from failed
+        self._place = _place(os.fstat(self._file))
         head = {"format": "kvtier-trace", "version": 1, "block_tokens": block_tokens}
         try:
             self._put(json.dumps(head).encode() + b"\n")
@@ -136,7 +144,9 @@ class Recorder:
             self._lock.notify()
         self._thread.join(timeout)
         if self._size == self._head:
-            self._path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if _place(self._path.lstat()) == self._place:  # else it is somebody else's by now
+                    self._path.unlink()
         if self._skipped:
             _log.warning("record: %s left out of %s", counted(self._skipped, "request"), self._path)
 
@@ -185,6 +195,8 @@ class Recorder:
 
     def _put(self, lines: bytes) -> None:
         """Write whole lines, or leave none of them."""
+        if not os.fstat(self._file).st_nlink:  # what is written would take room that nobody sees
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted")
         left = memoryview(lines)
         try:
             while left:

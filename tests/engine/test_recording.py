@@ -184,6 +184,21 @@ def test_a_full_disk_ends_the_recording_with_one_line(
     assert chains(tmp_path / "trace") == [1], "what was written before is whole"
 
 
+def test_a_file_that_was_deleted_ends_the_recording_with_one_line(
+    recorder: Recorder, disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "trace").unlink()
+    before = disk.written
+    for name in range(5):
+        serve(recorder, name)
+    (tmp_path / "trace").write_text("another's")
+    recorder.close()
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1 and errors[0].endswith("the file was deleted; recording ends here")
+    assert disk.written == before, "nothing fills a disk without a name"
+    assert (tmp_path / "trace").read_text() == "another's"
+
+
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("mine")

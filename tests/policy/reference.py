@@ -102,7 +102,8 @@ class Lfu(Ordered):
         def rank(entry: Address) -> tuple[int, int]:
             used = self.uses[entry]
             count = sum(2.0 ** ((at - self.references) / self.half_life) for at in used)
-            return math.floor(lfu.STEPS * (math.log2(count) + self.references / self.half_life)), used[-1]
+            score = lfu.STEPS * (math.log2(count) + self.references / self.half_life)
+            return math.floor(round(score, 9)), used[-1]  # a use on a bucket's edge is in the bucket
 
         return sorted(self.uses, key=rank)
 

@@ -151,6 +151,18 @@ def test_whoever_decides_names_the_victims() -> None:
     assert one.victims(1, frozenset(), 0.0) == numbered(2)
 
 
+def test_the_end_of_a_use_is_told_to_whoever_decides_and_to_the_shadows() -> None:
+    one = AdaptivePolicy(2)
+    for number in (1, 2):
+        one.insert(entry(number), EntryMeta(), 0.0)
+    one.refresh_all(numbered(1), 0.0)
+    assert one.victims(1, frozenset(), 0.0) == numbered(2)
+    one.insert(entry(3), EntryMeta(), 0.0)
+    (shadow, *_) = one._shadows
+    assert entry(1) in shadow
+    assert entry(2) not in shadow
+
+
 def test_it_says_who_decides_and_what_each_would_have_hit() -> None:
     one, resident = AdaptivePolicy(100), set[Address]()
     serve(one, resident, numbered(1, 2, 3))

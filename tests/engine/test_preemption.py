@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvtier.abc.store import Reason
+from kvtier.abc.store import Hints, Reason
 from kvtier.config import Preemption
 from kvtier.cost import DRAM, KEPT, FittedGate
 from kvtier.engine.request import Completion, Request
@@ -90,6 +92,15 @@ def test_either_can_be_ordered(mode: Preemption) -> None:
     else:
         assert demoted > 0 and connector.worker.loaded_blocks > 0
     assert engine.settle(5.0) and engine.check_integrity() == [] and connector.idle() == []
+
+
+def test_who_stores_nothing_is_demoted_by_no_order() -> None:
+    requests = [replace(request, hints=Hints(no_store=True)) for request in REQUESTS]
+    connector = Judge(answer=True)
+    engine = make_engine(BLOCKS, connector=connector, sequences=4, preemption=Preemption.DEMOTE)
+    done = served(engine.run(requests), requests)
+    assert sum(each.stats.demoted_tokens for each in done) == 0, "what nobody keeps is freed, and counted so"
+    assert engine.settle(5.0) and engine.check_integrity() == []
 
 
 @pytest.mark.parametrize("slow", [False, True])

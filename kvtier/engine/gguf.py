@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,18 @@ _INTERLEAVED = "llama"
 """The architecture whose q and k projections the converter writes in interleaved pairs."""
 
 
+class _PlainReader(GGUFReader):
+    """Reads the header through a plain view of the file: of a memmap every slice is one, and vocabularies take 10^5 of them."""
+
+    @property
+    def data(self) -> Any:  # noqa: ANN401 - no memmap, as its base has it
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._plain = mapped.view(np.ndarray)
+
+
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """One opened GGUF file. Raises `ModelError` from every method for what is malformed or not supported."""
@@ -54,7 +67,7 @@ class GgufFile:
     @classmethod
     def open(cls, path: Path) -> GgufFile:
         try:
-            return cls(path, GGUFReader(path))
+            return cls(path, _PlainReader(path))
         except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise ModelError(f"{path} is not a readable GGUF file ({error}); download the model again") from error
 

@@ -17,9 +17,9 @@ from .support import House, Server, shipped_text, valkey, without_cache
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 
-CHATS, TURNS, NEW_TOKENS = 8, 4, 32
+CHATS, TURNS, NEW_TOKENS = 8, 4, 16
 BLOCK_BYTES = 368_640
-HBM_BLOCKS, DRAM_BLOCKS, NVME_BLOCKS = 80, 160, 400
+HBM_BLOCKS, DRAM_BLOCKS, NVME_BLOCKS = 72, 144, 360
 EPS = 0.05
 """Where the two best logits are closer than this, blocks made by decoding may choose the other token."""
 
@@ -166,12 +166,14 @@ def test_eight_chats_over_four_tiers_and_after_restarts(tmp_path: Path, seed: in
             assert kept > 0.5
             expect_clean_end(server)
         for tier, below in (("nvme", nvme), ("redis", redis.url)):
-            again = [Chat(chat.questions[:1]) for chat in chats]
+            again = [Chat(chat.questions[:1]) for chat in chats[: CHATS // 2]]
             with serve(dram, below) as server:
                 asyncio.run(talk(server.url, again))
                 cached = [chat.turns[0].cached_tokens for chat in again]
                 print(f"first turns after a restart, from {tier}: {cached} tokens; hits {hits(server)}")
                 assert hits(server)[tier] > 0 and sum(cached) > 0
-                assert [chat.turns[0].answer for chat in again] == [chat.turns[0].answer for chat in chats]
+                assert [chat.turns[0].answer for chat in again] == [
+                    chat.turns[0].answer for chat in chats[: CHATS // 2]
+                ]
                 expect_clean_end(server)
     expect_same_without_cache(chats)

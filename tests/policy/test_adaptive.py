@@ -215,6 +215,21 @@ def test_above_whole_branches_are_sampled_and_the_trunk_always_is() -> None:
     assert 60 <= taken <= 140, f"{taken} of 1600 branches, one in 16 was asked for"
 
 
+def test_a_hit_on_a_sampled_branch_stands_for_those_that_are_not() -> None:
+    one, resident = AdaptivePolicy(CAPACITY_ABOVE), set[Address]()
+    for number in range(3 * KEPT):
+        serve(one, resident, branch(number))
+    assert one._branches is not None
+    taken = next(number for number in range(KEPT, 3 * KEPT) if one._branches.is_sampled(branch(number)[TRUNK]))
+    left = next(number for number in range(KEPT, 3 * KEPT) if not one._branches.is_sampled(branch(number)[TRUNK]))
+    for number, expected in ((taken, TRUNK + 16 * 6), (left, TRUNK)):
+        before = one.choice().hits
+        serve(one, resident, branch(number))
+        assert {name: hits - before[name] for name, hits in one.choice().hits.items()} == dict.fromkeys(
+            before, expected
+        )
+
+
 def test_a_branch_goes_on_in_the_sample_as_it_began() -> None:
     """Blocks that come one by one, as decoding makes them, are where their chain is."""
     one, resident = AdaptivePolicy(CAPACITY_ABOVE), set[Address]()

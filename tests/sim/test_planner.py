@@ -245,6 +245,8 @@ def test_llama_3_70b_on_h100_by_hand() -> None:
     seconds = (products + attention) / (989.4e12 * 0.5)
     assert prefill_seconds(LARGE, H100, 4096) == pytest.approx(seconds)
     assert break_even_bandwidth(LARGE, H100, 4096) == pytest.approx(4096 * per_token / seconds)
+    behind = (2 * 70_553_706_496 * 1024 + 80 * (1024 * 3072 + 1024 * 1025 / 2) * 2 * 64 * 256) / (989.4e12 * 0.5)
+    assert prefill_seconds(LARGE, H100, 1024, past=3072) == pytest.approx(behind), "new tokens see those before them"
     step = (2 * 70_553_706_496 + 64 * 4096 * per_token) / 3.35e12
     assert decode_seconds(LARGE, H100, 4096, 64) == pytest.approx(step), "a step reads the weights once and all KV"
 

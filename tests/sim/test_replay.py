@@ -71,6 +71,20 @@ def test_without_parents_fifo_is_a_queue_that_lets_heads_go_first(seed: int) -> 
     assert replay(work, "fifo", capacity) == sum(expected) / sum(map(len, chains))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_without_parents_lru_uses_heads_first(seed: int) -> None:
+    chains, capacity = drawn_chains(seed, 150), 20
+    order: list[int] = []
+    expected = 0
+    for chain in chains:
+        expected += len(list(itertools.takewhile(order.__contains__, chain)))
+        new = [one for one in chain if one not in order]
+        used = [one for one in chain if one in order]
+        order = ([one for one in order if one not in used] + new + used)[-capacity:]
+    work = work_of(chains, Counting(warmup=0.0, flat=True))
+    assert replay(work, "lru", capacity) == expected / sum(map(len, chains))
+
+
 def best_of_all(chains: Sequence[Sequence[int]], capacity: int) -> int:
     """Hits of the best of all ways to evict, by trying them."""
     states: dict[frozenset[int], int] = {frozenset(): 0}

@@ -106,6 +106,12 @@ def test_blocks_that_dram_had_to_give_up_come_from_below() -> None:
     assert books.moved["dram"][0] == (books.hits["nvme"] + books.hits["dram"]) * BLOCK
 
 
+def test_what_moves_while_it_warms_up_is_not_counted() -> None:
+    work = work_of([(1, 2), (3, 4), (5, 6), (1, 2)], warmup=0.5)
+    books = simulated(work, "dram://?capacity=1GiB", "nvme:///?capacity=1GiB&write=through&bandwidth=1GB")
+    assert books.moved == {"dram": (2 * BLOCK, 2 * BLOCK), "nvme": (0, 2 * BLOCK)}
+
+
 def test_a_server_of_names_gives_what_was_used_twice() -> None:
     work = work_of([(1, 2), (1, 2), (3, 4), (5, 6), (7, 8), (1, 2)])
     books = simulated(work, f"dram://?capacity={6 * BLOCK}", "redis://host?bandwidth=1GB&t0=1ms&write=selective")

@@ -133,7 +133,7 @@ class RedisMedium(KeyMedium):
 
     io = "socket"
 
-    def __init__(self, where: str, make: Callable[[], Any], params: Params) -> None:
+    def __init__(self, where: str, make: Callable[[], Any], params: Params, value_bytes: int) -> None:
         self._where = where
         self.ttl = params.ttl
         self._ttl_ms = int(params.ttl * 1000)
@@ -143,7 +143,7 @@ class RedisMedium(KeyMedium):
         self._connections = params.connections
         self._wires: queue.LifoQueue[Wire] = queue.LifoQueue()
         for _ in range(params.connections):
-            self._wires.put(Wire(make))
+            self._wires.put(Wire(make, value_bytes))
         self._workers = ThreadPoolExecutor(params.connections, "kvtier-redis")
         self._breaker = CircuitBreaker(where)
         self._writes = CircuitBreaker(f"{where}: writes paused", first=0.5)
@@ -151,8 +151,7 @@ class RedisMedium(KeyMedium):
 
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> RedisMedium:
-        del context
-        return cls(_named(location), connection_maker(location, params), params)
+        return cls(_named(location), connection_maker(location, params), params, context.slot_bytes)
 
     @classmethod
     def auditor(cls, location: TierUrl, params: Params) -> RedisAuditor:

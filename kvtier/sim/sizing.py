@@ -233,8 +233,7 @@ def needs_of(work: Workload, shape: ModelShape) -> TraceNeeds:
     infinite = work.infinite
     sizes: list[Size] = []
     saturating = None
-    for share in SIZES:
-        blocks = max(1, int(work.unique * share))
+    for blocks in dict.fromkeys(max(1, int(work.unique * share)) for share in SIZES):
         sizes.append(Size(blocks, blocks * block, replay(work, "lru", blocks)))
         if infinite and sizes[-1].hit_rate >= SATURATED * infinite:
             saturating = sizes[-1]

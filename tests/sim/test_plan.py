@@ -60,6 +60,8 @@ def test_a_trace_says_where_its_hits_saturate() -> None:
     assert needs.saturating.hit_rate == needs.reuse == 0.2
     assert [size.hit_rate for size in needs.sizes[:-1]] == [0.0] * (len(needs.sizes) - 1)
     assert needs_of(repeated(10, 1, others=20), SMALL).saturating is None
+    few = [size.blocks for size in needs_of(repeated(1, 20, others=1), SMALL).sizes]
+    assert few == sorted(set(few)), "each size once"
 
 
 def test_tiers_are_proposed_where_they_can_be_hit_and_are_faster_than_computing() -> None:

@@ -110,7 +110,7 @@ class RedisMedium(KeyMedium):
         ttl: Seconds = Seconds(86400.0)
         """Life of a value after its last write or hit."""
         connections: int = 4
-        """Connections, and so values that move at the same time."""
+        """Connections, and so values that move at the same time; a batch uses no more of them than there are cores."""
         connect_timeout: Seconds = Seconds(1.0)
         timeout: Seconds = Seconds(2.0)
         """Longest wait for the next bytes of a reply."""

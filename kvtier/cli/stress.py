@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import random
 import sys
 import tempfile
@@ -39,6 +41,8 @@ def _folder(kept: Path | None) -> Iterator[Path]:
     try:
         kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         empty = not any(kept.iterdir())
+        if not os.access(kept, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as failed:
         raise ConfigError(f"--keep: {kept}: {failed.strerror}; give it a new folder that can be written") from None
     if not empty:

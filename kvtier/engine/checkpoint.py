@@ -126,7 +126,10 @@ def open_checkpoint(
     which weights these are (a hub id is fetched at it), ``rope`` overrides its rope parameters (``rope_theta``,
     ``rope_type``, ``factor``, ...). Raises `ModelError` saying what is wrong and what to do.
     """
-    place = _locate(model, revision)
+    try:
+        place = _locate(model, revision)
+    except OSError as failed:  # a folder that may not be looked into, a name too long to be one
+        raise ModelError(f"cannot read {failed.filename or model}: {failed.strerror}") from failed
     place = replace(place, revision=revision or place.revision)
     name = name or place.name
     if place.path.suffix == ".gguf":

@@ -75,3 +75,9 @@ def test_a_folder_that_cannot_be_kept_is_named(kept: str, tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"--keep: {tmp_path / kept}: "), _folder(tmp_path / kept):
         pass
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda _path, _mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=f"--keep: {tmp_path}: Permission denied"), _folder(tmp_path):
+        pass

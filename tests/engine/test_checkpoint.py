@@ -323,6 +323,8 @@ def test_nothing_there_says_what_to_give(tmp_path: Path, monkeypatch: pytest.Mon
         open_checkpoint(str(tmp_path / "absent" / "deep"))
     with pytest.raises(ModelError, match="neither"):
         open_checkpoint(str(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot read x+: File name too long"):
+        open_checkpoint("x" * 300)
     with pytest.raises(ModelError, match="nobody/nothing is no local path and the hub did not give it"):
         open_checkpoint("nobody/nothing")
     (tmp_path / "weights.pt").write_bytes(b"\x80\x02")

@@ -32,6 +32,9 @@ MOST_WAITING = 4096
 MOST_KEYS = 1 << 18
 """Keys, and requests, that wait to be written, some 20 MiB; what comes on top of them is left out, and counted."""
 
+MOST_BYTES = 4 << 30
+"""Of one file: tens of millions of blocks."""
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -63,7 +66,8 @@ def _place(status: os.stat_result) -> tuple[int, int]:
 class Recorder:
     """Writes requests to a file on a thread of its own. Whoever tells it of them, on any thread, never waits for the disk.
 
-    Where the disk fails or the file is deleted it stops for good, with one log line; what was written before stays readable.
+    Where the disk fails, the file is deleted or has ``limit`` bytes, it stops for good, with one log line; what was written
+    before stays readable.
     """
 
     def __init__(
@@ -72,11 +76,13 @@ class Recorder:
         block_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[int, memoryview], int] = os.write,
+        limit: int = MOST_BYTES,
     ) -> None:
         """Raises ``ConfigError`` where the file is there already or cannot be made. It is for this user alone."""
         self._path = path
         self._clock = clock
         self._write_some = write
+        self._limit = limit
         self._began = clock()
         self._lock = threading.Condition()
         self._coming: OrderedDict[str, _Entry] = OrderedDict()
@@ -176,7 +182,8 @@ class Recorder:
                 ready, self._ready = self._ready, []
                 stopped = self._stopped
             try:
-                self._put(b"".join(entry.line() for entry in ready))
+                for entry in ready:
+                    self._put(entry.line())
             except OSError as failed:
                 _log.error("record: %s: %s; recording ends here", self._path, failed.strerror)
                 self._give_up()
@@ -193,15 +200,17 @@ class Recorder:
             self._coming.clear()
             self._ready.clear()
 
-    def _put(self, lines: bytes) -> None:
-        """Write whole lines, or leave none of them."""
+    def _put(self, line: bytes) -> None:
+        """Write a whole line, or nothing of it."""
         if not os.fstat(self._file).st_nlink:  # what is written would take room that nobody sees
             raise FileNotFoundError(errno.ENOENT, "the file was deleted")
-        left = memoryview(lines)
+        if self._size + len(line) > self._limit:
+            raise OSError(errno.EFBIG, f"it would have more than {self._limit} bytes")
+        left = memoryview(line)
         try:
             while left:
                 left = left[self._write_some(self._file, left) :]
         except OSError:
             os.ftruncate(self._file, self._size)
             raise
-        self._size += len(lines)
+        self._size += len(line)

@@ -184,6 +184,17 @@ def test_a_full_disk_ends_the_recording_with_one_line(
     assert chains(tmp_path / "trace") == [1], "what was written before is whole"
 
 
+def test_a_file_grows_to_its_limit_and_no_further(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(tmp_path / "trace", 16, limit=400)
+    for name in range(50):
+        serve(recorder, name)
+    recorder.close()
+    assert 0 < (tmp_path / "trace").stat().st_size <= 400
+    assert chains(tmp_path / "trace") == list(range(len(chains(tmp_path / "trace"))))
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1 and errors[0].endswith("it would have more than 400 bytes; recording ends here")
+
+
 def test_a_file_that_was_deleted_ends_the_recording_with_one_line(
     recorder: Recorder, disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

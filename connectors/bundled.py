@@ -53,6 +53,9 @@ class BundledScheduler(SchedulerConnector):
             return None
         return match.hits * self._block_tokens
 
+    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> None:
+        self._store.expect(request_id, span, computed_blocks)
+
     def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         return self._store.epoch(tenant, adapter)
 

@@ -68,6 +68,14 @@ class SchedulerConnector(ABC):
         never blocks.
         """
 
+    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> None:
+        """A request has come, of which the engine has the first ``computed_blocks`` itself, and will be matched so.
+
+        What takes time to be known of it may be asked at once: the step that could start it need not pass without it. Called
+        from any thread, before anything else for that request; does not wait.
+        """
+        del request_id, span, computed_blocks
+
     def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         """The clear epoch that keys of a new request are to be made with: so what was cleared is no hit in HBM either.
 

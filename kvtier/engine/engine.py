@@ -161,6 +161,9 @@ class Engine:
         before = self._exchange.former_epoch(scope)
         former = [] if before is None else [root_key(self.identity, replace(scope, epoch=before))]
         origin = Origin.of(self._origin, scope)
+        chain = Chain(origin, root_key(self.identity, scope), self._cache.block_tokens, former=former)
+        tokens = list(request.prompt)
+        chain.extend(tokens)
         with self._door:
             if request.id in self._groups:
                 raise RequestError(f"a request with the id {request.id!r} is already open")
@@ -168,14 +171,19 @@ class Engine:
             sequence = Sequence(
                 group=Group(request, stats, seed, unfinished=sampling.n),
                 index=0,
-                chain=Chain(origin, root_key(self.identity, scope), self._cache.block_tokens, former=former),
-                tokens=list(request.prompt),
+                chain=chain,
+                tokens=tokens,
                 arrival=(next(self._arrivals), 0),
                 detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                 stops=StopMatcher(sampling.stop),
                 forks=sampling.n - 1,
             )
             self._groups[request.id] = [sequence]
+            if not sequence.hints.no_load:
+                usable = (len(request.prompt) - 1) // self._cache.block_tokens
+                self._exchange.expect(
+                    request.id, chain.span(0, usable), len(self._cache.match(chain.addresses[:usable]))
+                )
             if self.recorder is not None:
                 self.recorder.came(request.id)
             self._inbox.append(sequence)

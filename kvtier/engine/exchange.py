@@ -108,6 +108,11 @@ class Exchange:
         """Show the connector the engine's memory. One that cannot take it is not used."""
         self._guarded(lambda c: c.worker.register_kv_caches(hbm), None)
 
+    def expect(self, request_id: str, span: Span, computed_blocks: int) -> None:
+        """Tell that a request has come and will be matched. Any thread."""
+        if len(span) > computed_blocks:
+            self._guarded(lambda c: c.scheduler.expect(request_id, span, computed_blocks), None)
+
     def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
         """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step.
 

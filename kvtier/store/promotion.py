@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -25,6 +25,7 @@ from kvtier.pool import NONE, SlotArray
 from kvtier.store.arrivals import Arrivals, Step
 from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
+from kvtier.store.expected import Expectations, Expected
 from kvtier.store.history import repeats
 from kvtier.store.match import TieredMatch, hit, missed
 from kvtier.store.notice import Notice
@@ -62,6 +63,7 @@ class Promoter:
         """Slots that matches of unscheduled requests hold or wait for."""
         self.matches: dict[str, TieredMatch] = {}
         self.arrivals = Arrivals(parts, demoter, clearing, self._settle)
+        self.expected = Expectations(parts.clock)
         self._geometry = parts.geometry
         self._arena = parts.arena
         self._dram = parts.dram
@@ -89,7 +91,41 @@ class Promoter:
         )
         match.wait_until(now + self._deadline)
         self.matches[request_id] = match
+        self.expected.meet(match)
         return match
+
+    def expect(self, request_id: str, span: Span, start: int) -> None:
+        """Ask the tiers that others share for what no tier of our own has, before the request is matched."""
+        shared = [tier for tier in self._tiers if tier.probes and _answers(tier)]
+        if not shared or request_id in self.matches or self._clearing.stale(span.origin):
+            return
+        addresses = self._geometry.addresses(span)[start:]
+        own = [self._arena.pool.find(addresses) != NONE]
+        own += [
+            np.array([place is not None for place in tier.places(addresses)], bool)
+            for tier in self._tiers
+            if not tier.probes and _answers(tier)
+        ]
+        lacking = np.flatnonzero(~np.logical_or.reduce(own))
+        if not len(lacking):
+            return
+        index = int(lacking[0])
+        asked = self.expected.add(request_id, addresses, {tier.name for tier in shared})
+        if asked is None:
+            return
+        for tier in shared:
+            if not self._ask(tier, addresses[index:], partial(self._told, asked, tier.name, index)):
+                asked.unanswered.discard(tier.name)
+
+    def _told(self, asked: Expected, name: str, index: int, present: int) -> None:
+        """A tier has everything from block ``index`` on for so long."""
+        asked.present[name] = index + present
+        asked.unanswered.discard(name)
+        match = asked.match
+        if match is not None and not match.settled:
+            match.present[name] = index + present
+            match.probing = bool(asked.unanswered)
+            self.advance(match)
 
     def advance(self, match: TieredMatch) -> None:
         """Let a pending match go on: its deadline, or its turn for room, may have come."""
@@ -216,21 +252,37 @@ class Promoter:
         return Reason.TIER_DEGRADED if degraded and why in (Reason.NEVER_STORED, Reason.EVICTED) else why
 
     def _probe(self, match: TieredMatch, tier: LowerTier, index: int) -> None:
-        wanted = match.addresses[match.start + index :]
         match.probing = True
 
+        def answered(present: int) -> None:
+            match.present[tier.name] = index + present
+            match.probing = False
+            self.advance(match)
+
+        if not self._ask(tier, match.addresses[match.start + index :], answered, match.urgency):
+            match.present[tier.name] = 0
+            match.probing = False
+
+    def _ask(
+        self,
+        tier: LowerTier,
+        addresses: Sequence[Address],
+        answered: Callable[[int], None],
+        urgency: Urgency = Urgency.LOAD,
+    ) -> bool:
+        """Ask how many of the first of ``addresses`` a tier has; False where it takes no question.
+
+        ``answered`` is called on a transfer thread, under the lock.
+        """
+
         def probe() -> None:
-            present = tier.probe(wanted)
+            present = tier.probe(addresses)
             if not self._clearing.follow(tier):
                 present = 0
             with self._lock:
-                match.present[tier.name] = index + present
-                match.probing = False
-                self.advance(match)
+                answered(present)
 
-        if not tier.workers.submit(match.urgency, probe):
-            match.present[tier.name] = 0
-            match.probing = False
+        return tier.workers.submit(urgency, probe)
 
     def _reserve(self, match: TieredMatch, walk: Walk) -> None:
         """Take every slot that the match will load from or read into, or let it wait: for its turn, or for a demotion."""

@@ -112,6 +112,10 @@ class TieredStore(Store):
                 promoter.advance(match)
             return match
 
+    def expect(self, request_id: str, span: Span, start: int = 0) -> None:
+        with self._lock:
+            self._promoter.expect(request_id, span, start)
+
     def prefetch(self, span: Span) -> None:
         with self._lock:
             self._prefetches += 1
@@ -120,6 +124,7 @@ class TieredStore(Store):
 
     def forget(self, request_id: str) -> None:
         with self._lock:
+            self._promoter.expected.forget(request_id)
             match = self._promoter.matches.get(request_id)
             if match is not None:
                 self._promoter.release(match)

@@ -77,9 +77,14 @@ class StoreMachine(RuleBasedStateMachine):
     def fill(self, blocks: int) -> None:
         self.oracle.fill(blocks)
 
-    @rule(asked=_prompts, start=st.sampled_from([0, 0, 1, 4, 9]), hints=st.sampled_from(ASKED))
-    def match(self, asked: tuple[int, int], start: int, hints: Hints) -> None:
-        self.oracle.match(self.oracle.prompt(*asked), start, hints=hints)
+    @rule(
+        asked=_prompts,
+        start=st.sampled_from([0, 0, 1, 4, 9]),
+        hints=st.sampled_from(ASKED),
+        turns=st.sampled_from([None, None, 0, 1, 2]),
+    )
+    def match(self, asked: tuple[int, int], start: int, hints: Hints, turns: int | None) -> None:
+        self.oracle.match(self.oracle.prompt(*asked), start, hints=hints, turns=turns)
 
     @precondition(lambda self: self.oracle.matches)
     @rule(which=_which)

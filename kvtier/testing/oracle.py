@@ -113,9 +113,13 @@ class Oracle:
         scope = Scope(epoch=self.rig.store.epoch(Scope().tenant_id))
         return span([_FRESH + self._requests, *range(1, LAYOUT.block_tokens * blocks)], scope=scope)
 
-    def match(self, keys: Span, start: int = 0, *, hints: Hints = NO_HINTS) -> None:
+    def match(self, keys: Span, start: int = 0, *, hints: Hints = NO_HINTS, turns: int | None = None) -> None:
+        """``turns``: the request is expected first, and so many queued jobs run before it is matched."""
         self._requests += 1
         name = f"r{self._requests}"
+        if turns is not None:
+            self.rig.store.expect(name, keys, min(start, len(keys)))
+            self.turn(lambda count: count - 1, turns)
         self.matches[name] = (
             self.rig.store.match(name, keys, min(start, len(keys)), hints=hints),
             self._time,

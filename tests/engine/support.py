@@ -208,6 +208,8 @@ class _Scheduler(SchedulerConnector):
         self.saves: list[SavePlan] = []
         self.busy = 0
         self.asked = 0
+        self.expected: list[tuple[str, int, int]] = []
+        """Requests that came, the blocks of their prompts, and those of them that the engine had."""
         self.hints: list[tuple[str, int, Hints]] = []
         """What matches (with their blocks) and offers (with theirs) came with, in order."""
 
@@ -233,6 +235,11 @@ class _Scheduler(SchedulerConnector):
                 break
             found += 1
         return found * BLOCK
+
+    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> None:
+        self.owner.verb("expect")
+        assert span.depth == 0
+        self.expected.append((request_id, len(span), computed_blocks))
 
     def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
         self.owner.verb("update_state_after_alloc")

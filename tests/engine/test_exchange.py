@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.abc.store import Hints
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import FinishReason, Request
 from kvtier.metrics import Metrics
@@ -53,6 +54,21 @@ def test_blocks_come_back_through_the_connector_layer_by_layer() -> None:
     assert connector.worker.layers_waited == list(range(CONFIG.layers))
     again = engine.run([greedy("c", prompt(1, 21), tokens=6)])[0]
     assert again.stats.hbm_tokens == 20, "what was loaded is in HBM now"
+
+
+def test_what_comes_is_told_before_any_step() -> None:
+    connector = DictConnector()
+    engine = make_engine(connector=connector)
+    engine.run([greedy("a", prompt(1, 13), tokens=1)])
+    told = connector.scheduler.expected
+    assert told == [("a", 3, 0)]
+    engine.add_request(greedy("b", prompt(1, 21)))
+    assert told[1:] == [("b", 5, 3)], "with what HBM has of it"
+    engine.add_request(greedy("c", prompt(1, 13)))
+    engine.add_request(greedy("d", prompt(2, 21), hints=Hints(no_load=True)))
+    assert len(told) == 2, "not where there is nothing to ask for"
+    drain(engine)
+    assert_idle(engine, connector)
 
 
 def test_the_engines_own_hit_is_never_loaded_over() -> None:
@@ -136,6 +152,7 @@ def test_a_connector_that_never_answers_costs_a_bounded_wait() -> None:
 
 
 VERBS = [
+    "expect",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "offer",

@@ -56,7 +56,10 @@ def nothing_ours(directory: Path) -> bool:
 
 def locked(directory: Path, advice: str = SHARE) -> int:
     """The directory's lock, held until it is closed. Raises ``ConfigError`` that names who has it, and ``advice``."""
-    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"nvme tier {directory}: cannot open its lock: {error.strerror}; is it this user's?") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

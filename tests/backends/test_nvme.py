@@ -276,6 +276,12 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
     opened(tmp_path).close()
 
 
+def test_a_lock_that_cannot_be_opened_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match="cannot open its lock: Is a directory"):
+        opened(tmp_path)
+
+
 def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):

@@ -219,6 +219,12 @@ def key_file(folder: Path, secret: bytes = b"an example of a secret of a file", 
     return path
 
 
+def test_nobody_is_told_to_write_over_a_key_that_is_there_and_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory; whoever runs this has to own it") as refused:
+        Sealer.from_file(str(tmp_path))
+    assert "urandom" not in str(refused.value)
+
+
 def test_a_key_file_that_will_not_do_is_refused_with_the_way_to_make_one(tmp_path: Path) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(ConfigError) as refused:
@@ -228,7 +234,6 @@ def test_a_key_file_that_will_not_do_is_refused_with_the_way_to_make_one(tmp_pat
         return str(refused.value)
 
     assert "No such file" in refusal(tmp_path / "absent")
-    assert "Is a directory" in refusal(tmp_path)
     for mode in (0o640, 0o604, 0o644, 0o620):
         assert f"mode {mode:04o}" in refusal(key_file(tmp_path, mode=mode))
     assert "holds 31 bytes" in refusal(key_file(tmp_path, bytes(31)))

@@ -257,7 +257,7 @@ def tier_urls(tiers: Sequence[str]) -> Iterator[dict[str, str]]:
         if "redis" not in tiers:
             yield urls
         elif given is not None:
-            yield {**urls, "redis": _written_through(str(given))}
+            yield {**urls, "redis": _written_through(given.reveal())}
         else:
             with start_valkey(Path(place) / "valkey") as server:
                 yield {**urls, "redis": _written_through(server.url)}

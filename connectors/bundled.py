@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,8 +53,8 @@ class BundledScheduler(SchedulerConnector):
             return None
         return match.hits * self._block_tokens
 
-    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> None:
-        self._store.expect(request_id, span, computed_blocks)
+    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> Future[None] | None:
+        return self._store.expect(request_id, span, computed_blocks)
 
     def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         return self._store.epoch(tenant, adapter)

@@ -59,7 +59,9 @@ def locked(directory: Path, advice: str = SHARE) -> int:
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"nvme tier {directory}: cannot open its lock: {error.strerror}; is it this user's?") from error
+        raise ConfigError(
+            f"nvme tier {directory}: cannot open its lock: {error.strerror}; is it this user's?"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvtier.abc.medium import SlotMedium
@@ -68,13 +69,15 @@ class SchedulerConnector(ABC):
         never blocks.
         """
 
-    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> None:
+    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> Future[None] | None:
         """A request has come, of which the engine has the first ``computed_blocks`` itself, and will be matched so.
 
-        What takes time to be known of it may be asked at once: the step that could start it need not pass without it. Called
-        from any thread, before anything else for that request; does not wait.
+        What takes time to be known of it may be asked at once: the step that could start it need not pass without it. Returns
+        what is done when that is known; None: there is nothing to wait for. Called from any thread, before anything else for
+        that request; does not wait.
         """
         del request_id, span, computed_blocks
+        return None
 
     def clear_epoch(self, tenant: bytes, adapter: Adapter | None = None) -> int:
         """The clear epoch that keys of a new request are to be made with: so what was cleared is no hit in HBM either.

@@ -216,13 +216,14 @@ class Store(ABC):
         and says NO_LOAD. What is in a tier with slots, or comes there for this match, is pinned as the hints say.
         """
 
-    def expect(self, request_id: str, span: Span, start: int = 0) -> None:
+    def expect(self, request_id: str, span: Span, start: int = 0) -> Future[None] | None:
         """A request has come and will be matched so: what other machines share may be asked at once what it has of it.
 
-        Holds nothing and finds nothing by itself; a hint that may be ignored. Where the request is never matched, ``forget``
-        it all the same.
+        Returns what is done when that is known; None: nothing is asked. Holds nothing and finds nothing by itself. Where the
+        request is never matched, ``forget`` it all the same.
         """
         del request_id, span, start
+        return None
 
     @abstractmethod
     def load(self, match: Match, into: SlotRange, after: Fence | None = None) -> Transfer:

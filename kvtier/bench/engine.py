@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without --hbm-blocks HBM holds little more than what is running, so that what is used again comes from the tiers. "
         "Ratios are of medians over pairs, above 1 where the cache is faster; with --pairs 7 or more their intervals say "
-        "something: exit code 1 where one is under 0.95, or its interval wider than 0.1, which decides nothing; also where "
+        "something: exit code 1 where one is under 0.95, or its interval wider than 0.1 (a tenth of a ratio above 1), which "
+        "decides nothing; also where "
         "requests failed, a paced model did not keep its pace, or the run was ended early."
     )
     what = parser.add_argument_group("what is run")

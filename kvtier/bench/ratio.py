@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 LEAST = 0.95
 """The cache may not be slower than this, beside no cache."""
 WIDEST = 0.1
-"""A wider interval shows nothing."""
+"""A wider interval shows nothing: as it is for a ratio up to 1, and as a share of a larger one."""
 HOLDS, SLOWER, INCONCLUSIVE, TOO_FEW = "holds", "slower", "inconclusive", "too few pairs to say"
 FEWEST = 7
 """Fewer pairs show nothing either."""
@@ -33,7 +33,7 @@ class Ratio:
         looks; it is `SLOWER` where all of it is, and else inconclusive."""
         if self.pairs < FEWEST:
             return TOO_FEW
-        if not self.high - self.low <= WIDEST:
+        if not self.high - self.low <= WIDEST * max(1.0, self.ratio):
             return INCONCLUSIVE if self.high >= LEAST else SLOWER
         return HOLDS if self.ratio >= LEAST else SLOWER
 

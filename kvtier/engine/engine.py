@@ -44,6 +44,11 @@ IDLE_SECONDS = 0.002
 """How long whoever drives steps sleeps after one that could do nothing (a match or a save is under way)."""
 
 
+MOST_GRACE_SECONDS, GRACE_SHARE = 0.002, 0.05
+"""How long a step waits for what tiers that others share have of requests that have just come, and that as a share of the step
+before: a request whose answer comes too late waits for the whole step."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine allows."""
@@ -120,6 +125,7 @@ class Engine:
         self._inbox: collections.deque[Sequence | str] = collections.deque()
         self._groups: dict[str, list[Sequence]] = {}
         self._last_progress = clock()
+        self._last_step = 0.0
         self._exchange.register(hbm)
 
     @property
@@ -201,6 +207,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Plan, load, compute, sample, note. Returns what it added to each sequence; nothing where there was nothing to do."""
         began = time.perf_counter()
+        self._exchange.await_answers(min(MOST_GRACE_SECONDS, GRACE_SHARE * self._last_step))
         with self.lock:
             outputs = self._read_inbox()
             self._exchange.collect()
@@ -246,7 +253,9 @@ class Engine:
         self._tally.queue(len(self._scheduler.running), len(self._scheduler.waiting))
         self._prefill.noted()
         self._exchange.start_saves(plan, written)
-        self.times.note += time.perf_counter() - computed
+        ended = time.perf_counter()
+        self.times.note += ended - computed
+        self._last_step = ended - began
         self.times.steps += 1
         self.times.tokens += sum(each.count for each in work)
         return outputs

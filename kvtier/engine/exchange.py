@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TypeVar
 
@@ -60,6 +62,7 @@ class Exchange:
         self._held: set[tuple[str, Slot]] = set()
         self._gave_up: set[str] = set()
         self._starts: dict[str, int] = {}
+        self._asked: deque[Future[None]] = deque()
         self._epoch = 0
         """The highest clear epoch that the connector ever said."""
         self.fault: str | None = None
@@ -111,7 +114,14 @@ class Exchange:
     def expect(self, request_id: str, span: Span, computed_blocks: int) -> None:
         """Tell that a request has come and will be matched. Any thread."""
         if len(span) > computed_blocks:
-            self._guarded(lambda c: c.scheduler.expect(request_id, span, computed_blocks), None)
+            known = self._guarded(lambda c: c.scheduler.expect(request_id, span, computed_blocks), None)
+            if known is not None:
+                self._asked.append(known)
+
+    def await_answers(self, seconds: float) -> None:
+        """Wait so long for what has been asked of requests that have come; what is not known then is waited for no more."""
+        if self._asked:
+            wait([self._asked.popleft() for _ in range(len(self._asked))], seconds)
 
     def match(self, sequence: TokenSequence, span: Span, computed_blocks: int) -> int | None:
         """Blocks that can be loaded after the first ``computed_blocks``; None: ask again at a later step.

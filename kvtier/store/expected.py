@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvtier.key import Address
@@ -25,6 +26,8 @@ class Expected:
     """Tiers that have been asked and have not answered."""
     present: dict[str, int] = field(default_factory=dict)
     """By tier: index into ``addresses`` up to which it has everything."""
+    known: Future[None] = field(default_factory=Future)
+    """Done when all have answered."""
     match: TieredMatch | None = None
     """Where the request has been matched before all had answered."""
 

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -94,11 +95,11 @@ class Promoter:
         self.expected.meet(match)
         return match
 
-    def expect(self, request_id: str, span: Span, start: int) -> None:
+    def expect(self, request_id: str, span: Span, start: int) -> Future[None] | None:
         """Ask the tiers that others share for what no tier of our own has, before the request is matched."""
         shared = [tier for tier in self._tiers if tier.probes and _answers(tier)]
         if not shared or request_id in self.matches or self._clearing.stale(span.origin):
-            return
+            return None
         addresses = self._geometry.addresses(span)[start:]
         own = [self._arena.pool.find(addresses) != NONE]
         own += [
@@ -108,19 +109,22 @@ class Promoter:
         ]
         lacking = np.flatnonzero(~np.logical_or.reduce(own))
         if not len(lacking):
-            return
+            return None
         index = int(lacking[0])
         asked = self.expected.add(request_id, addresses, {tier.name for tier in shared})
         if asked is None:
-            return
+            return None
         for tier in shared:
             if not self._ask(tier, addresses[index:], partial(self._told, asked, tier.name, index)):
-                asked.unanswered.discard(tier.name)
+                self._told(asked, tier.name, 0, 0)
+        return asked.known
 
     def _told(self, asked: Expected, name: str, index: int, present: int) -> None:
         """A tier has everything from block ``index`` on for so long."""
         asked.present[name] = index + present
         asked.unanswered.discard(name)
+        if not asked.unanswered:
+            asked.known.set_result(None)
         match = asked.match
         if match is not None and not match.settled:
             match.present[name] = index + present

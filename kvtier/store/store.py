@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 
 from kvtier.abc.store import (
@@ -112,9 +112,9 @@ class TieredStore(Store):
                 promoter.advance(match)
             return match
 
-    def expect(self, request_id: str, span: Span, start: int = 0) -> None:
+    def expect(self, request_id: str, span: Span, start: int = 0) -> Future[None] | None:
         with self._lock:
-            self._promoter.expect(request_id, span, start)
+            return self._promoter.expect(request_id, span, start)
 
     def prefetch(self, span: Span) -> None:
         with self._lock:

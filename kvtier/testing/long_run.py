@@ -144,7 +144,7 @@ class LongRun:
             oracle.give_up(0, by_name=True)
         keys, rng = self._prompt(), self._rng
         start = rng.choice([0, 0, rng.randrange(len(keys) + 1)])
-        oracle.match(keys, start, hints=rng.choice(ASKED))
+        oracle.match(keys, start, hints=rng.choice(ASKED), turns=rng.choice([None, None, 0, 1, 2]))
 
     def _clear(self, oracle: Oracle) -> None:
         rng = self._rng

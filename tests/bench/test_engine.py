@@ -159,6 +159,8 @@ def test_arrivals_have_the_same_lengths_and_times_for_every_vocabulary() -> None
         (Ratio(5.0, 4.00, 6.00, 7), "inconclusive"),
         (Ratio(1.0, 0.95, 1.0502, 7), "inconclusive"),
         (Ratio(1.2, 1.15, 1.2498, 7), "holds"),
+        (Ratio(5.0, 4.80, 5.29, 7), "holds"),
+        (Ratio(5.0, 4.80, 5.31, 7), "inconclusive"),
         (Ratio(0.95, 0.92, 0.99, 7), "holds"),
         (Ratio(1.0, math.nan, math.nan, 7), "slower"),
         (Ratio(0.5, 0.40, 0.60, 7), "slower"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -210,6 +211,8 @@ class _Scheduler(SchedulerConnector):
         self.asked = 0
         self.expected: list[tuple[str, int, int]] = []
         """Requests that came, the blocks of their prompts, and those of them that the engine had."""
+        self.answer: Future[None] | None = None
+        """To what comes: when something is known of it."""
         self.hints: list[tuple[str, int, Hints]] = []
         """What matches (with their blocks) and offers (with theirs) came with, in order."""
 
@@ -236,10 +239,11 @@ class _Scheduler(SchedulerConnector):
             found += 1
         return found * BLOCK
 
-    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> None:
+    def expect(self, request_id: str, span: Span, computed_blocks: int = 0) -> Future[None] | None:
         self.owner.verb("expect")
         assert span.depth == 0
         self.expected.append((request_id, len(span), computed_blocks))
+        return self.answer
 
     def update_state_after_alloc(self, request_id: str, slots: Sequence[int], num_tokens: int) -> None:
         self.owner.verb("update_state_after_alloc")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 
 from kvtier.abc.store import Hints
-from kvtier.engine.engine import Engine
+from kvtier.engine import exchange
+from kvtier.engine.engine import MOST_GRACE_SECONDS, Engine
 from kvtier.engine.request import FinishReason, Request
 from kvtier.metrics import Metrics
 
@@ -67,6 +69,24 @@ def test_what_comes_is_told_before_any_step() -> None:
     engine.add_request(greedy("c", prompt(1, 13)))
     engine.add_request(greedy("d", prompt(2, 21), hints=Hints(no_load=True)))
     assert len(told) == 2, "not where there is nothing to ask for"
+    drain(engine)
+    assert_idle(engine, connector)
+
+
+def test_a_step_waits_a_moment_for_what_is_known_of_a_request_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[list[Future[None]], float]] = []
+    monkeypatch.setattr(exchange, "wait", lambda *waited: waits.append(waited))
+    connector = DictConnector()
+    engine = make_engine(connector=connector)
+    engine.run([greedy("a", prompt(1, 13), tokens=2)])
+    assert not waits
+    answer: Future[None] = Future()
+    connector.scheduler.answer = answer
+    engine.add_request(greedy("b", prompt(2, 21)))
+    engine.step()
+    engine.step()
+    ((waited, seconds),) = waits
+    assert waited == [answer] and 0 < seconds <= MOST_GRACE_SECONDS, "once, and by a share of the step before"
     drain(engine)
     assert_idle(engine, connector)
 

@@ -21,8 +21,9 @@ def bench() -> Bench:
 
 def test_a_request_that_was_expected_is_answered_at_once(bench: Bench) -> None:
     keys = chain(1, 4)
-    bench.store.expect("r", keys)
-    assert bench.workers[1].run_one(), "the tier is asked when the request comes"
+    known = bench.store.expect("r", keys)
+    assert known is not None and not known.done()
+    assert bench.workers[1].run_one() and known.done(), "the tier is asked when the request comes"
     match = bench.store.match("r", keys)
     assert not match.pending and match.hits == 0
     assert match.blocks[0].reason is Reason.NEVER_STORED
@@ -55,8 +56,7 @@ def test_a_match_waits_for_an_answer_that_is_on_its_way(bench: Bench) -> None:
 def test_only_what_no_tier_of_our_own_has_is_asked_for(bench: Bench) -> None:
     keys = chain(1, 4)
     bench.save(keys)
-    bench.store.expect("r", keys)
-    assert not bench.workers[1].run_one(), "DRAM has it all"
+    assert bench.store.expect("r", keys) is None and not bench.workers[1].run_one(), "DRAM has it all"
     bench.store.expect("s", chain(1, 6), 5)
     assert bench.workers[1].run_one()
     match = bench.store.match("s", chain(1, 6), 5)

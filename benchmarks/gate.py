@@ -14,8 +14,9 @@ another time than when break-even was measured.
 A paced model whose URL says no ``slow`` gets one at which ten times break-even lies below what the tier does unthrottled; one
 that says it is taken as it is, with the factors that its tiers reach.
 
-``workloads``: ``kvtier bench engine`` with at least seven pairs, over all tiers as they are by default. Time to the first token and throughput may not be under 0.95 of
-no cache, and the store's threads may take 3 % of wall time x cores on prompts that never repeat.
+``workloads``: ``kvtier bench engine`` with at least seven pairs, over all tiers as they are by default. Time to the first token
+and throughput may not be under 0.95 of no cache, and the store's threads may take 3 % of wall time x cores on prompts that
+never repeat.
 
 Progress goes to stderr. Ctrl-C, or the end of ``--minutes``, keeps what was found: the JSON is written after every cell.
 """

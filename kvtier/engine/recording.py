@@ -149,10 +149,6 @@ class Recorder:
             self._stopped = True
             self._lock.notify()
         self._thread.join(timeout)
-        if self._size == self._head:
-            with suppress(FileNotFoundError):
-                if _place(self._path.lstat()) == self._place:  # else it is somebody else's by now
-                    self._path.unlink()
         if self._skipped:
             _log.warning("record: %s left out of %s", counted(self._skipped, "request"), self._path)
 
@@ -189,10 +185,18 @@ class Recorder:
                 self._give_up()
                 stopped = True
             if stopped:
-                os.close(self._file)
+                self._end()
                 return
             with self._lock:
                 self._held -= sum(entry.weight for entry in ready)
+
+    def _end(self) -> None:
+        """Close the file, and remove it where it has no request: while it is open no other file is taken for it."""
+        if self._size == self._head:
+            with suppress(OSError):
+                if _place(self._path.lstat()) == self._place:  # else it is somebody else's by now
+                    self._path.unlink()
+        os.close(self._file)
 
     def _give_up(self) -> None:
         with self._lock:

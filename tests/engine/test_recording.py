@@ -202,7 +202,8 @@ def test_a_file_that_was_deleted_ends_the_recording_with_one_line(
     before = disk.written
     for name in range(5):
         serve(recorder, name)
-    (tmp_path / "trace").write_text("another's")
+    until(lambda: not recorder._thread.is_alive(), 10.0, "recording has ended")
+    (tmp_path / "trace").write_text("another's")  # in its place, perhaps even by the number that the system knows it by
     recorder.close()
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(errors) == 1 and errors[0].endswith("the file was deleted; recording ends here")

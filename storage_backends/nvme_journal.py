@@ -92,6 +92,9 @@ def look_through(database: sqlite3.Connection) -> None:
         database.execute(f"SELECT * FROM {table}").fetchall()  # noqa: S608 - raises where a text is not UTF-8
 
 
+_MAGIC = b"SQLite format 3\0"
+
+
 class NvmeJournal(Journal):
     """Rows of one directory; ``load``, ``commit`` and ``touch`` speak of the active size class, ``stride``.
 
@@ -134,6 +137,10 @@ class NvmeJournal(Journal):
 
     def _opened(self) -> sqlite3.Connection:
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same mode
+        with self._path.open("rb") as file:
+            head = file.read(20)
+        if head.startswith(_MAGIC) and not {*head[18:]} <= {1, 2}:  # SQLite would open it, and write nothing
+            raise sqlite3.DatabaseError(f"file format {max(head[18:])}, which is not known")
         database = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
             for pragma in (

@@ -226,7 +226,13 @@ def unfinished(path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("spoil", [lose, corrupt, other_schema, unfinished])
+def other_format(database: Path) -> None:
+    content = bytearray(database.read_bytes())
+    content[18] = 3
+    database.write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [lose, corrupt, other_schema, other_format, unfinished])
 def test_a_lost_or_corrupt_database_is_rebuilt_from_the_header_pages(
     tmp_path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,8 +65,10 @@ class Copies(Peer):
     def put(self) -> None:
         self._ways["put"](self._part)
 
-    def get(self) -> None:
+    def before_get(self) -> None:
         self._plane.spoil(self._part)
+
+    def get(self) -> None:
         self._ways["get"](self._part)
 
     def check(self) -> bool:

@@ -112,8 +112,10 @@ class LmcachePeer(Peer):
         finally:
             os.close(descriptor)
 
-    def get(self) -> None:
+    def before_get(self) -> None:
         self._release()
+
+    def get(self) -> None:
         if self._medium == "dram":
             for number, key in enumerate(self._keys):
                 held = self._backend.get_blocking(key)

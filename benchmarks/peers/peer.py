@@ -19,6 +19,9 @@ class Peer(ABC):
     def before_put(self) -> None:  # noqa: B027 - most have nothing to forget
         """Forget what the last ``put`` has stored, where a store would not take it again. Not timed."""
 
+    def before_get(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Give back, or spoil, what the last ``get`` has brought. Not timed."""
+
     @abstractmethod
     def put(self) -> None:
         """Store every block; returns when they are as safe as they will be."""
@@ -80,6 +83,8 @@ def serve(make: Any) -> int:  # noqa: ANN401 - a callable from the task to a Pee
                     continue
                 if do == "put":
                     peer.before_put()
+                if do == "get":
+                    peer.before_get()
                 cpu, start = time.process_time(), time.perf_counter()
                 found = getattr(peer, do)()
                 seconds = time.perf_counter() - start

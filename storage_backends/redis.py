@@ -9,15 +9,12 @@ name, and a version that changes with every epoch; every probe reads generation 
 from __future__ import annotations
 
 import hashlib
-import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import redis.exceptions as foreign
 from redis.backoff import NoBackoff
@@ -31,6 +28,7 @@ from kvtier.quantity import Seconds
 from kvtier.storage_backends.breaker import CircuitBreaker
 from kvtier.storage_backends.iovec import total
 from kvtier.storage_backends.redis_audit import RedisAuditor
+from kvtier.storage_backends.redis_connections import Connections
 from kvtier.storage_backends.redis_names import (
     ABOUT,
     ADDRESS_BYTES,
@@ -77,14 +75,9 @@ end
 return 0
 """
 
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-"""A batch has no more threads than that: each is a copy, and those above only take turns."""
-
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _MOST_CLEARS = 20
 """Clears by others that one probe follows; what is cleared more often than that is empty."""
-Commands: TypeAlias = "list[tuple[Any, ...]]"
 
 
 def _sensible(method: F) -> F:
@@ -137,15 +130,15 @@ class RedisMedium(KeyMedium):
         self._where = where
         self.ttl = params.ttl
         self._ttl_ms = int(params.ttl * 1000)
-        self._timeout = params.timeout
-        self._scripts = params.scripts
         self.auth_key = _sum_key(params.auth_key)
-        self._connections = params.connections
-        self._wires: queue.LifoQueue[Wire] = queue.LifoQueue()
-        for _ in range(params.connections):
-            self._wires.put(Wire(make, value_bytes))
-        self._workers = ThreadPoolExecutor(params.connections, "kvtier-redis")
-        self._breaker = CircuitBreaker(where)
+        self._server = Connections(
+            where,
+            make,
+            params.connections,
+            value_bytes=value_bytes,
+            timeout=params.timeout,
+            scripts=params.scripts,
+        )
         self._writes = CircuitBreaker(f"{where}: writes paused", first=0.5)
         self._lock = threading.Lock()
 
@@ -168,7 +161,7 @@ class RedisMedium(KeyMedium):
                 *found, read = raised(wire.pipeline([*(("EXISTS", prefix + name) for name in names), *marks]))
                 return next((index for index, there in enumerate(found) if not there), len(names)), [read]
 
-            present, ((version, there),) = self._scripted(_PROBE, prefix, [b"".join(names)], marks, by_commands)
+            present, ((version, there),) = self._server.evaluate(_PROBE, prefix, [b"".join(names)], marks, by_commands)
             self.epochs_version = version or b""
             if self._same_generation(generation, number_of(there)):
                 return present
@@ -177,7 +170,7 @@ class RedisMedium(KeyMedium):
     def _same_generation(self, asked: int, there: int) -> bool:
         """Whether what was probed is of the generation that holds; one that the server has lost is given back to it."""
         if there < asked:
-            self._called(lambda wire: merged(wire, {b"generation": asked}, {}))
+            self._server.call(lambda wire: merged(wire, {b"generation": asked}, {}))
         elif there > asked:
             with self._lock:
                 self.generation = max(self.generation, there)
@@ -192,7 +185,7 @@ class RedisMedium(KeyMedium):
                 outcome = self._failed(came) if isinstance(came, Exception) else came
                 outcomes[index] = outcome if arrived is None or not outcome.done else arrived(index, outcome)
 
-        outcomes = self._shared(read, len(names))
+        outcomes = self._server.deal(read, len(names))
         with self._lock:
             self.bytes_read += sum(outcome.nbytes for outcome in outcomes)
         return outcomes
@@ -215,7 +208,7 @@ class RedisMedium(KeyMedium):
                     full.append(MediumFull(str(medium_error(error, self._where))))
                 outcomes[index] = self._failed(error)
 
-        outcomes = self._shared(write, len(names))
+        outcomes = self._server.deal(write, len(names))
         if full:
             self._writes.failed(full[0])
         elif any(outcome.done for outcome in outcomes):
@@ -233,7 +226,7 @@ class RedisMedium(KeyMedium):
         def by_commands(wire: Wire) -> tuple[int, list[Any]]:
             return 0, raised(wire.pipeline([*(("PEXPIRE", prefix + name, self._ttl_ms) for name in names), *records]))
 
-        self._scripted(_TOUCH, prefix, [b"".join(names), self._ttl_ms], records, by_commands)
+        self._server.evaluate(_TOUCH, prefix, [b"".join(names), self._ttl_ms], records, by_commands)
 
     def delete(self, names: Sequence[Address]) -> None:
         prefix = prefix_of(self.generation)
@@ -244,7 +237,7 @@ class RedisMedium(KeyMedium):
             ("UNLINK", *names[start : start + _NAMES_PER_COMMAND]) for start in range(0, len(names), _NAMES_PER_COMMAND)
         ]
         if commands:
-            self._called(lambda wire: raised(wire.pipeline(commands)))
+            self._server.call(lambda wire: raised(wire.pipeline(commands)))
 
     def scan(self) -> Iterator[Address]:
         for found in self._scanned():
@@ -255,7 +248,7 @@ class RedisMedium(KeyMedium):
         cursor: Any = 0
         while True:
             with translated(self._where):
-                cursor, found = self._called(partial(_scanned, cursor))
+                cursor, found = self._server.call(partial(_scanned, cursor))
                 batch = [(generation, address, name) for name in found for generation, address in parsed(name)]
                 last = int(cursor) == 0
             yield batch
@@ -266,17 +259,17 @@ class RedisMedium(KeyMedium):
     def heads(self, names: Sequence[Address], nbytes: int) -> list[bytes]:
         prefix = prefix_of(self.generation)
         commands = [("GETRANGE", prefix + name, 0, nbytes - 1) for name in names]
-        found = self._called(lambda wire: wire.pipeline(commands)) if commands else []
+        found = self._server.call(lambda wire: wire.pipeline(commands)) if commands else []
         return [head[:nbytes] if isinstance(head, bytes) else b"" for head in found]
 
     @_sensible
     def clear(self) -> None:
         """Of clears that meet the later one may find that the other has done it all."""
-        there = self._called(lambda wire: number_of(wire.call("HGET", CLEAR, "generation")))
+        there = self._server.call(lambda wire: number_of(wire.call("HGET", CLEAR, "generation")))
         generation = max(self.generation, there) + 1  # and not HINCRBY: what stands there may be no number of ours
         if generation >= 1 << 32:
             raise MediumFull(f"{self._where}: no generation is left: all 2^32 are used")
-        self._called(lambda wire: merged(wire, {b"generation": generation}, {}))
+        self._server.call(lambda wire: merged(wire, {b"generation": generation}, {}))
         with self._lock:
             self.generation = max(self.generation, generation)
 
@@ -290,9 +283,9 @@ class RedisMedium(KeyMedium):
         return count
 
     def ping(self) -> None:
-        self._tried(lambda wire: wire.call("PING"))
+        self._server.attempt(lambda wire: wire.call("PING"))
         try:
-            self._called(lambda wire: wire.call("HLEN", CLEAR))  # every probe reads it
+            self._server.call(lambda wire: wire.call("HLEN", CLEAR))  # every probe reads it
         except (MediumUnavailable, MediumRefused):
             raise
         except MediumError as other:
@@ -304,12 +297,12 @@ class RedisMedium(KeyMedium):
         stamped = b"%d %b" % (time.time(), text.encode())
         keep = ("PEXPIRE", table, self._ttl_ms)
         commands = [("HSET", table, digest, stamped), keep, ("HLEN", table)]
-        (*_, count) = self._called(lambda wire: raised(wire.pipeline(commands)))
+        (*_, count) = self._server.call(lambda wire: raised(wire.pipeline(commands)))
         if count > MOST_RECORDS:
             oldest = sorted((value, name) for name, value in self._hash(table, 2 * MOST_RECORDS).items())[
                 : count - MOST_RECORDS
             ]
-            self._called(lambda wire: wire.call("HDEL", table, *(name for _, name in oldest)))
+            self._server.call(lambda wire: wire.call("HDEL", table, *(name for _, name in oldest)))
 
     @_sensible
     def records(self, kind: str) -> dict[bytes, str]:
@@ -325,19 +318,17 @@ class RedisMedium(KeyMedium):
 
     def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
         rows, gone = [{name.encode(): epoch for name, epoch in each.items()} for each in (wanted, implied)]
-        self._called(lambda wire: merged(wire, rows, gone))
+        self._server.call(lambda wire: merged(wire, rows, gone))
 
     def _hash(self, table: bytes, most: int) -> dict[bytes, bytes]:
         """A hash of ours, if it is not longer than ours ever are."""
-        if (count := self._called(lambda wire: int(wire.call("HLEN", table)))) > most:
+        if (count := self._server.call(lambda wire: int(wire.call("HLEN", table)))) > most:
             raise MediumError(f"{self._where}: {table.decode()} has {count} fields, which cannot be ours")
-        found = self._called(lambda wire: wire.call("HGETALL", table))
+        found = self._server.call(lambda wire: wire.call("HGETALL", table))
         return pairs_of(found)
 
     def close(self) -> None:
-        self._workers.shutdown()
-        while not self._wires.empty():
-            self._wires.get().close()
+        self._server.close()
 
     def _failed(self, error: Exception) -> Outcome:
         """One item's error reply; those that hold for every item are raised."""
@@ -345,99 +336,6 @@ class RedisMedium(KeyMedium):
         if isinstance(meaning, (MediumUnavailable, MediumRefused)):
             raise meaning from error
         return Outcome(Status.FAILED, 0, str(meaning))
-
-    def _scripted(
-        self,
-        script: str,
-        prefix: bytes,
-        arguments: list[Any],
-        then: Commands,
-        by_commands: Callable[[Wire], tuple[int, list[Any]]],
-    ) -> tuple[int, list[Any]]:
-        """A script over packed names and the commands behind it, in one round trip; or the same by commands alone where the
-        server lets us run no script. All replies.
-        """
-        if self._scripts:
-            try:
-                return self._called(lambda wire: _evaluated(wire, script, prefix, arguments, then))
-            except _NoScripts:
-                self._scripts = False
-        return self._called(by_commands)
-
-    def _called(self, job: Callable[[Wire], T]) -> T:
-        """``job`` on a free connection, behind the breaker."""
-        self._breaker.check()
-        return self._tried(job)
-
-    def _tried(self, job: Callable[[Wire], T]) -> T:
-        try:
-            with translated(self._where):
-                done = self._with_wire(job)
-        except (MediumUnavailable, MediumRefused) as error:
-            self._breaker.failed(error)
-            raise
-        self._breaker.succeeded()
-        return done
-
-    def _with_wire(self, job: Callable[[Wire], T]) -> T:
-        try:
-            wire = self._wires.get(timeout=self._timeout)
-        except queue.Empty:
-            raise MediumUnavailable(f"{self._where}: all connections are busy") from None
-        try:
-            was_open = wire.open
-            try:
-                return job(wire)
-            except (foreign.ConnectionError, ConnectionError):
-                if not was_open:
-                    raise
-                return job(wire)  # the server has closed it since, at a restart for instance: once more on a new one
-        finally:
-            self._wires.put(wire)
-
-    def _shared(self, job: Callable[[Wire, range, list[Outcome]], None], count: int) -> list[Outcome]:
-        """``job`` for indices dealt out over the connections; raises where none of them got through."""
-        outcomes = [Outcome(Status.FAILED, 0, "not tried")] * count
-        hands = min(self._connections, count, _CORES)
-        if not hands:
-            return outcomes
-        self._breaker.check()  # once: behind a breaker that lets one call try, a batch is one call
-        parts = [range(hand, count, hands) for hand in range(hands)]
-
-        def play(part: range) -> MediumError | None:
-            try:
-                self._tried(lambda wire: job(wire, part, outcomes))
-            except MediumError as error:
-                for index in part:
-                    outcomes[index] = Outcome(Status.FAILED, 0, str(error))
-                return error
-            return None
-
-        others: list[Future[MediumError | None]] = [self._workers.submit(play, part) for part in parts[1:]]
-        try:
-            errors = [play(parts[0])]
-        finally:
-            wait(others)
-        errors += [other.result() for other in others]
-        if all(errors) and errors[0] is not None:
-            raise errors[0]
-        return outcomes
-
-
-class _NoScripts(Exception):
-    """The server, or our ACL, lets no script run."""
-
-
-def _evaluated(wire: Wire, script: str, prefix: bytes, arguments: list[Any], then: Commands) -> tuple[int, list[Any]]:
-    digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-    count, *replies = wire.pipeline([("EVALSHA", digest, 1, prefix, *arguments), *then])
-    if isinstance(count, foreign.NoScriptError):
-        count, *replies = wire.pipeline([("EVAL", script, 1, prefix, *arguments), *then])
-    if isinstance(count, foreign.NoPermissionError):
-        raise _NoScripts from count
-    if isinstance(count, foreign.ResponseError) and "unknown command" in str(count).lower():
-        raise _NoScripts from count
-    return int(raised([count])[0]), raised(replies)
 
 
 def _scanned(cursor: Any, wire: Wire) -> Any:  # noqa: ANN401 - words of a command and its reply

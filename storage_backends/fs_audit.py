@@ -48,8 +48,9 @@ class FolderAuditor(Auditor):
                     elif int(found[2]) < self._generation:
                         hidden += 1
                     elif (flaw := self._flaw(f"{folder}/{name}", bytes.fromhex(found[1]))) is not None:
-                        repair = partial(_delete, f"{folder}/{name}") if flaw.ours else None
-                        yield Finding(flaw.kind, f"{folder}/{name}", flaw.detail, repair)
+                        delete = partial(_delete, f"{folder}/{name}")
+                        repair = partial(self.seals.repaired, delete) if flaw.shut else delete
+                        yield Finding(flaw.kind, f"{folder}/{name}", flaw.detail, repair if flaw.ours else None)
                     self.looked_at += 1
                     progress(self.looked_at, self.looked_at)
         if hidden:
@@ -76,8 +77,7 @@ class FolderAuditor(Auditor):
         header = read_value(value, block, self._summer)
         if isinstance(header, Flaw):
             return header
-        self.sealed += bool(header.nonce)
-        return payload_flaw(header, value[HEADER_BYTES:], self._summer)
+        return payload_flaw(header, value, value[HEADER_BYTES:], self._summer, self.seals)
 
 
 def _delete(path: str) -> str:

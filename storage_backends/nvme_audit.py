@@ -174,12 +174,12 @@ class NvmeAuditor(Auditor):
             elif row is not None or (unnamed_is_wrong and header.kind is FindingKind.OLD_SCHEMA):
                 yield finding(header.kind, detail=header.detail, repair=drop if header.ours else None)
             return  # a torn or unreadable frame that nothing names is a free slot
-        self.sealed += bool(header.nonce)
-        flaw = _class_flaw(header, stride) or payload_flaw(header, frame[PAGE_BYTES:], PLAIN)
+        flaw = _class_flaw(header, stride) or payload_flaw(header, frame, frame[PAGE_BYTES:], PLAIN, self.seals)
         found = address(header.key, header.shard)
         if flaw is not None:
             if row is not None:
-                yield finding(flaw.kind, detail=f"{flaw.detail} ({named})")
+                repair = partial(self.seals.repaired, drop) if flaw.shut else drop
+                yield finding(flaw.kind, detail=f"{flaw.detail} ({named})", repair=repair)
         elif row is None:
             if unnamed_is_wrong:
                 detail = f"holds block {_short(found)}, which the index does not name here"

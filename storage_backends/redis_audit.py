@@ -78,8 +78,9 @@ class RedisAuditor(Auditor):
             return
         flaw = self._flaw(name, ours[1])
         if flaw is not None:
-            repair = partial(self._delete, name) if flaw.ours else None
-            yield Finding(flaw.kind, _shown(name), flaw.detail, repair)
+            delete = partial(self._delete, name)
+            repair = partial(self.seals.repaired, delete) if flaw.shut else delete
+            yield Finding(flaw.kind, _shown(name), flaw.detail, repair if flaw.ours else None)
         elif ttl == _NEVER_EXPIRES:
             yield Finding(FindingKind.NO_TTL, _shown(name), "would stay for ever", partial(self._expire, name))
 
@@ -97,8 +98,7 @@ class RedisAuditor(Auditor):
         header = read_value(value, block, self._summer)
         if isinstance(header, Flaw):
             return header
-        self.sealed += bool(header.nonce)
-        return payload_flaw(header, value[HEADER_BYTES:], self._summer)
+        return payload_flaw(header, value, value[HEADER_BYTES:], self._summer, self.seals)
 
     def _delete(self, name: bytes) -> str:
         with translated(self.where):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvtier.errors import MediumError
+
 
 class FindingKind(enum.Enum):
     """What is wrong with a place."""
@@ -56,6 +58,27 @@ class Finding:
         return f"{self.kind.value}: {self.place}: {self.detail}"
 
 
+Unseal: TypeAlias = Callable[[bytes, bytes, memoryview, bytes, bytes, memoryview], tuple[bytes, bytes]]
+"""Of tenant, nonce, header page, sealed content sum, tag and payload: decrypts the payload where it is, and returns the content
+sum that was sealed and that of what came out. Raises ``CorruptFrame`` where the seal does not open."""
+
+
+@dataclass(slots=True)
+class Seals:
+    """What an audit can prove of sealed frames, and has."""
+
+    unseal: Unseal | None = None
+    """None: there is no key, so that of a sealed frame the header alone is proven."""
+    unproven: int = 0
+    opened: int = 0
+
+    def repaired(self, repair: Callable[[], str]) -> str:
+        """``repair`` of a frame whose seal did not open: only where others' did, for else the key may be the wrong one."""
+        if not self.opened:
+            raise MediumError("no sealed frame here opens with this key; name the key file that they were written with")
+        return repair()
+
+
 Progress: TypeAlias = Callable[[int, int], None]
 """Called now and then with how many places have been looked at, and of how many about."""
 
@@ -70,8 +93,8 @@ class Auditor(ABC):
     """The medium, as a person knows it."""
     most: int = 1_000_000
     """Names after which the audit of a shared medium ends, with a note."""
-    sealed: int = 0
-    """Frames that only who has their key can prove: of those ``look`` proves the header alone."""
+    seals: Seals
+    """Given before ``look``."""
     looked_at: int = 0
     """Places that ``look`` has seen."""
     notes: list[str]

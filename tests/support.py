@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[1]
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait for ``condition``, and fail saying ``what`` was waited for where it takes longer."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.0001
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.1f} s"
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
 
 
 def behind(server: ValkeyServer) -> redis.Redis:

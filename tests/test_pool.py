@@ -23,13 +23,19 @@ def make_pool(slots: int) -> BlockPool:
 
 def put(pool: BlockPool, chain: list[Address], parent: Address | None = None, now: float = 0.0) -> list[Slot]:
     """Commit a chain tail first and let it go, as a finished request does."""
+    slots = committed(pool, chain, parent, now)
+    assert not pool.check()
+    return slots
+
+
+def committed(pool: BlockPool, chain: list[Address], parent: Address | None = None, now: float = 0.0) -> list[Slot]:
+    """The same without looking the whole pool through."""
     got = pool.allocate(len(chain), now)
     assert got is not None
     parents = [parent, *chain[:-1]]
     for slot, name, above in reversed(list(zip(got.slots, chain, parents, strict=True))):
         assert pool.commit(slot, name, EntryMeta(parent=above), now)
     pool.release(got.slots, now)
-    assert not pool.check()
     return got.slots
 
 
@@ -208,18 +214,19 @@ def test_a_pool_full_of_chains_whose_tails_must_stay_says_so_at_once() -> None:
     """Nothing could go, and finding that out took minutes under the owner's lock: every chain was tried again and again."""
     pool, keep = make_pool(20_480), bytearray(20_480)
     for number in range(320):
-        keep[put(pool, names(f"{number}-", 64))[-1]] = 1
-    start = time.perf_counter()
+        keep[committed(pool, names(f"{number}-", 64))[-1]] = 1
+    start = time.thread_time()
     assert pool.victims(64, 1.0, keep) is None
     assert pool.victims(64, 1.0, keep, fewer=True) == []
     assert pool.room(keep) == 0
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
     keep[:] = bytes(len(keep))
-    start = time.perf_counter()
+    start = time.thread_time()
     everything = pool.victims(20_480, 1.0)
     assert everything is not None
     assert len(set(everything)) == 20_480
-    assert time.perf_counter() - start < 5.0
+    assert time.thread_time() - start < 5.0
+    assert not pool.check()
 
 
 def test_as_many_as_may_go_are_given_where_fewer_will_do() -> None:

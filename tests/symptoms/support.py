@@ -108,13 +108,13 @@ class Tiers:
 
     def save(self, span: Span) -> list[Outcome]:
         """Save into DRAM, and wait for it."""
-        return self.store.save(span, self.source(span)).result(10.0)
+        return self.store.save(span, self.source(span)).result(60.0)
 
-    def match(self, span: Span, seconds: float = 10.0) -> Match:
+    def match(self, span: Span) -> Match:
         """A settled match of a request of its own."""
         self._requests += 1
         match = self.store.match(f"request {self._requests}", span)
-        until(lambda: not match.pending, seconds, "the match settles")
+        until(lambda: not match.pending, 60.0, "the match settles")
         return match
 
     def found(self, span: Span) -> int:
@@ -127,7 +127,7 @@ class Tiers:
         """Load what is found; how many blocks came. Every one of them is right."""
         match = self.match(span)
         into = self.memory(match.hits)
-        outcomes = self.store.load(match, SlotRange(into, range(match.hits))).result(10.0)
+        outcomes = self.store.load(match, SlotRange(into, range(match.hits))).result(60.0)
         for index, outcome in enumerate(outcomes):
             if outcome.done:
                 assert np.array_equal(into.bytes[index], self.content(span, index)), f"block {index} has wrong bytes"
@@ -140,6 +140,7 @@ class Tiers:
     def only_below(self) -> None:
         """Write down what is owed, and forget it in DRAM."""
         assert self.store.drain(20.0)
+        until(lambda: self.store.stats()["arriving"] == 0, 20.0, "late answers have landed")
         self.store.empty("dram")
         assert self.store.held("dram") == 0
 

@@ -12,7 +12,6 @@ free + writing + ready + retiring = capacity, always.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -22,12 +21,12 @@ import numpy as np
 
 from kvtier.abc.policy import Choice, EntryMeta, EvictionPolicy
 from kvtier.key import Address
+from kvtier.tree import NONE, Tree
 
 Slot = NewType("Slot", int)
 """Number of a place in a slot-addressed medium."""
 
 FREE, WRITING, READY, RETIRING = range(4)
-NONE = -1
 BoolArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
 SlotArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.intp]]"
 Marks: TypeAlias = "bytearray | None"
@@ -72,12 +71,7 @@ class BlockPool:
         self._entry: list[Address | None] = [None] * slots
         self._state = np.zeros(slots, dtype=np.int8)
         self._refs = np.zeros(slots, dtype=np.int32)
-        self._parent = array("i", [NONE]) * slots
-        self._child = array("i", [NONE]) * slots
-        self._next = array("i", [NONE]) * slots
-        self._previous = array("i", [NONE]) * slots
-        self._orphans: dict[Address, int] = {}
-        self._awaited: dict[int, Address] = {}
+        self._tree = Tree(slots)
         self._retiring = 0
         self._referenced = 0
 
@@ -146,10 +140,7 @@ class BlockPool:
 
     def children(self, slot: Slot) -> Iterator[Slot]:
         """Slots of the resident entries whose parent ``slot`` holds."""
-        child = self._child[slot]
-        while child != NONE:
-            yield Slot(child)
-            child = self._next[child]
+        return map(Slot, self._tree.children(slot))
 
     def references(self, slot: Slot) -> int:
         return int(self._refs[slot])
@@ -180,7 +171,7 @@ class BlockPool:
         self._slot_of[entry] = slot
         self._entry[slot] = entry
         self._state[slot] = READY
-        self._link(slot, entry, meta.parent)
+        self._tree.link(slot, entry, meta.parent, None if meta.parent is None else self._slot_of.get(meta.parent))
         self._policy.insert(entry, meta, now)
         return True
 
@@ -191,11 +182,12 @@ class BlockPool:
 
         A slot whose entry another slot has stays WRITING.
         """
-        if self._orphans:  # which may wait for any of them
+        tree = self._tree
+        if tree.orphans:  # which may wait for any of them
             for slot, entry, meta in zip(reversed(slots), reversed(entries), reversed(metas), strict=True):
                 self.commit(slot, entry, meta, now)
             return
-        slot_of, held, child, insert = self._slot_of, self._entry, self._child, self._policy.insert
+        slot_of, held, child, insert = self._slot_of, self._entry, tree.child, self._policy.insert
         new = [index for index, entry in enumerate(entries) if entry not in slot_of]
         at = np.array([slots[index] for index in new], np.intp)
         assert not np.count_nonzero(self._state[at] != WRITING), "a slot is not being written"
@@ -207,10 +199,10 @@ class BlockPool:
             held[slot] = entry
             above = None if meta.parent is None else slot_of.get(meta.parent)
             if above is None or above == slot or child[above] != NONE:
-                self._link(slot, entry, meta.parent)
+                tree.link(slot, entry, meta.parent, above)
             else:  # the first child of its parent, as in most chains
                 child[above] = slot
-                self._parent[slot] = above
+                tree.parent[slot] = above
             insert(entry, meta, now)
 
     def adopt(self, slots: Sequence[Slot], entries: Sequence[Address], metas: Iterable[EntryMeta], now: float) -> None:
@@ -225,7 +217,8 @@ class BlockPool:
             held[slot] = entry
             parents.append(meta.parent)
             insert(entry, meta, now)
-        self._link_all(slots, entries, parents)
+        above = list(map(self._slot_of.get, parents))  # type: ignore[arg-type]  # no entry is called None
+        self._tree.link_all(slots, entries, parents, above)
         self._free = np.flatnonzero(self._state == FREE)[::-1].tolist()
 
     def touch(self, slots: Sequence[Slot], now: float) -> None:
@@ -271,6 +264,7 @@ class BlockPool:
         if able < count and not fewer:
             return None
         count = min(count, able)
+        first_child, next_child = self._tree.child, self._tree.next
         chosen: list[Slot] = []
         protected: Container[Address] = _Out(self._slot_of, out) if stuck else ()
         path: list[int] = []
@@ -282,11 +276,11 @@ class BlockPool:
             for slot in map(self._slot_of.__getitem__, nominees):
                 if out[slot]:
                     continue
-                leaf, child = slot, self._child[slot]
-                if slot in on_path or (child != NONE and not (out[child] and self._next[child] == NONE)):
+                leaf, child = slot, first_child[slot]
+                if slot in on_path or (child != NONE and not (out[child] and next_child[child] == NONE)):
                     if slot not in on_path:
                         path, on_path = [slot], {slot}
-                    leaf = Slot(self._descend(path, on_path, out, cursor))
+                    leaf = Slot(self._tree.descend(path, on_path, out, cursor))
                 out[leaf] = 1
                 chosen.append(leaf)
             protected = _Out(self._slot_of, out)
@@ -297,7 +291,7 @@ class BlockPool:
         victims = self.victims(count, now)
         if victims is None:
             return None
-        slot_of, held, unlink, remove = self._slot_of, self._entry, self._unlink, self._policy.remove
+        slot_of, held, unlink, remove = self._slot_of, self._entry, self._tree.unlink, self._policy.remove
         evicted: list[Address] = list(map(held.__getitem__, victims))  # type: ignore[arg-type]  # victims are READY
         for slot, entry in zip(victims, evicted, strict=True):
             del slot_of[entry]
@@ -330,7 +324,7 @@ class BlockPool:
         self._retiring += 1
         self._referenced += int(self._refs[slot] == 0)
         self._refs[slot] += 1
-        self._unlink(slot, entry)
+        self._tree.unlink(slot, entry)
         self._policy.remove(entry, evicted=evicted)
         return entry
 
@@ -351,12 +345,10 @@ class BlockPool:
         for entry, slot in self._slot_of.items():
             if self._entry[slot] != entry:
                 found.append(f"double slot: entry {entry[:4].hex()} names slot {slot}, which holds another")
-            child = self._child[slot]
-            while child != NONE:
-                if self._parent[child] != slot or self._state[child] != READY:
+            for child in self._tree.children(slot):
+                if self._tree.parent[child] != slot or self._state[child] != READY:
                     found.append(f"slot {child} hangs under slot {slot} and should not")
                     break
-                child = self._next[child]
         return found
 
     def _held(self, keep: Marks) -> BoolArray:
@@ -376,95 +368,11 @@ class BlockPool:
             return bytearray(self.capacity), 0
         held = self._held(keep)
         stuck = bytearray(held.tobytes())
-        parents = np.frombuffer(self._parent, np.int32)[held]
+        parents = np.frombuffer(self._tree.parent, np.int32)[held]
         parents = parents[parents != NONE]
-        parent = self._parent
+        parent = self._tree.parent
         for slot in parents[~held[parents]].tolist():
             while slot != NONE and not stuck[slot]:
                 stuck[slot] = 1
                 slot = parent[slot]  # noqa: PLW2901 - up the tree
         return stuck, stuck.count(1)
-
-    def _descend(self, path: list[int], on_path: set[int], out: bytearray, cursor: dict[int, int]) -> int:
-        """Go on from the end of ``path`` to a descendant whose children are all out, and cut it off the path.
-
-        ``cursor`` says per slot which of its children are still to be looked at. A child that is on the path is passed by:
-        an index that was tampered with can name a block as its own ancestor.
-        """
-        while True:
-            slot = path[-1]
-            child = cursor.get(slot, self._child[slot])
-            while child != NONE and (out[child] or child in on_path):
-                child = self._next[child]
-            cursor[slot] = child
-            if child == NONE:
-                path.pop()
-                on_path.discard(slot)
-                return slot
-            path.append(child)
-            on_path.add(child)
-
-    def _link(self, slot: int, entry: Address, parent: Address | None) -> None:
-        children = self._orphans.pop(entry, NONE)
-        if children != NONE:
-            del self._awaited[children]
-            self._child[slot] = children
-            while children != NONE:
-                self._parent[children] = slot
-                children = self._next[children]
-        if parent is None:
-            return
-        above = self._slot_of.get(parent)
-        if above is None:
-            first = self._orphans.get(parent, NONE)
-            self._awaited.pop(first, None)
-            self._orphans[parent] = slot
-            self._awaited[slot] = parent
-        else:
-            first = self._child[above]
-            self._child[above] = slot
-            self._parent[slot] = above
-        self._next[slot] = first
-        if first != NONE:
-            self._previous[first] = slot
-
-    def _link_all(self, slots: Sequence[Slot], entries: Sequence[Address], parents: Sequence[Address | None]) -> None:
-        """``_link`` for all entries of a pool at once, several times as fast: each is named before the first is linked."""
-        found = list(map(self._slot_of.get, parents))  # type: ignore[arg-type]  # no entry is called None
-        for slot, entry, parent, up in zip(slots, entries, parents, found, strict=True):
-            if up is None and parent is not None:
-                self._link(slot, entry, parent)
-        above = np.array([NONE if up is None else up for up in found], np.int32)
-        order = np.argsort(above, kind="stable")
-        order = order[np.count_nonzero(above == NONE) :]
-        above, below = above[order], np.array(slots, np.int32)[order]
-        sibling = above[1:] == above[:-1]
-        np.frombuffer(self._parent, np.int32)[below] = above
-        np.frombuffer(self._child, np.int32)[above[::-1]] = below[::-1]
-        np.frombuffer(self._next, np.int32)[below[:-1][sibling]] = below[1:][sibling]
-        np.frombuffer(self._previous, np.int32)[below[1:][sibling]] = below[:-1][sibling]
-
-    def _unlink(self, slot: int, entry: Address) -> None:
-        before, after, above = self._previous[slot], self._next[slot], self._parent[slot]
-        awaited = self._awaited.pop(slot, None)
-        if before != NONE:
-            self._next[before] = after
-        elif above != NONE:
-            self._child[above] = after
-        elif awaited is not None:
-            if after == NONE:
-                del self._orphans[awaited]
-            else:
-                self._orphans[awaited] = after
-                self._awaited[after] = awaited
-        if after != NONE:
-            self._previous[after] = before
-        children = self._child[slot]
-        if children != NONE:
-            self._orphans[entry] = children
-            self._awaited[children] = entry
-            child = children
-            while child != NONE:
-                self._parent[child] = NONE
-                child = self._next[child]
-        self._parent[slot] = self._child[slot] = self._next[slot] = self._previous[slot] = NONE

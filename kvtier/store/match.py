@@ -11,9 +11,10 @@ import numpy as np
 
 from kvtier.abc.store import BlockFound, Found, Hints, Match, Reason
 from kvtier.key import Address, Span
-from kvtier.pool import NONE, BlockPool, SlotArray
+from kvtier.pool import BlockPool, SlotArray
 from kvtier.store.history import repeats
 from kvtier.transfer.workers import Urgency
+from kvtier.tree import NONE
 
 UNKNOWN = BlockFound(Found.PENDING)
 BEHIND = BlockFound(Found.MISS, reason=Reason.BEHIND_A_MISS)

@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
 from kvtier.cost import DRAM, Run
 from kvtier.key import Address, Span
-from kvtier.pool import NONE, SlotArray
+from kvtier.pool import SlotArray
 from kvtier.store.arrivals import Arrivals, Step
 from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
@@ -33,6 +33,7 @@ from kvtier.store.notice import Notice
 from kvtier.store.parts import Parts
 from kvtier.tier.lower import LowerTier
 from kvtier.transfer.workers import Urgency
+from kvtier.tree import NONE
 
 LINE_SECONDS = 20.0
 """Longest wait behind other requests' leases: whoever computed instead would come after them all the same."""

@@ -120,11 +120,13 @@ class Sender:
             self._start(self._ask(began + after, one[1]))
 
     async def _user(self, written: _Written) -> None:
-        began = clock()
+        began: float | None = None
         while (one := await written.get()) is not None:
-            if self.plan.duration is not None and clock() - began > self.plan.duration:
+            now = clock()
+            began = now if began is None else began
+            if self.plan.duration is not None and now - began > self.plan.duration:
                 break
-            await self._start(self._ask(clock(), one[1]))
+            await self._start(self._ask(now, one[1]))
         written.put_nowait(None)  # for the other users: whoever took one has made room for one
 
     def _start(self, asking: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

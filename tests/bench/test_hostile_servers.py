@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import pytest
 
-from kvtier.bench.client import MOST_PIECES, Client
+from kvtier.bench.client import _END_SECONDS, MOST_PIECES, Client, clock
 from kvtier.bench.goodput import Call, Targets, summary
 from kvtier.config import ApiAccess
 from kvtier.errors import ConfigError
@@ -28,7 +28,7 @@ def listening(answer: Answer) -> Iterator[str]:
 
     def serve() -> None:
         with contextlib.suppress(OSError), server.accept()[0] as connection:
-            connection.settimeout(10.0)
+            connection.settimeout(60.0)
             came = b""
             while b"\r\n\r\n" not in came or (came.startswith(b"POST") and not came.endswith(b"}")):
                 came += connection.recv(65536)
@@ -37,13 +37,13 @@ def listening(answer: Answer) -> Iterator[str]:
             answer(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(10.0)
+        server.settimeout(60.0)
         thread = threading.Thread(target=serve)
         thread.start()
         try:
             yield f"127.0.0.1:{server.getsockname()[1]}/v1"
         finally:
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive(), "whoever asks has gone"
 
 
@@ -99,7 +99,7 @@ HOSTILE: dict[str, tuple[Answer, str | None, int]] = {
     "half an event": (saying(BARE, b'data: {"choi'), "the stream ended before its end", 0),
     "a chunk of no length": (saying(STREAM + b"zz\r\nx\r\n"), "Invalid character in chunk size", 0),
     "a line without end": (without_end(BARE, b"x" * 65536), "an event is not what the API has: an event of more", 0),
-    "events without end": (without_end(STREAM, WORD * 2000), "cut off mid-stream: no answer in 0.5 s", -1),
+    "events without end": (without_end(STREAM, WORD * 2000), "cut off mid-stream: no answer in 1 s", -1),
     "a refusal in two parts": (
         saying(head(b"429 Busy", len(REFUSAL)) + REFUSAL[:9], REFUSAL[9:]),
         "HTTP 429: no [31mroom for ***",
@@ -138,15 +138,18 @@ HOSTILE: dict[str, tuple[Answer, str | None, int]] = {
 async def test_whatever_comes_is_one_line(kind: str) -> None:
     answer, fault, pieces = HOSTILE[kind]
     with listening(answer) as url:
-        async with Client(url, ApiAccess(key=SECRET), timeout=0.5) as client:
+        async with Client(url, ApiAccess(key=SECRET), timeout=1.0 if "no answer" in (fault or "") else 60.0) as client:
             call = Call(0.0)
             await client.ask(client.body("m", "x", 4), call)
+            returned = clock()
     assert (call.fault is None) if fault is None else (call.fault or "").startswith(fault), call.fault
     assert (call.fault or "x").isprintable() and len(call.fault or "") < 300 and SECRET not in (call.fault or "")
     assert len(call.times) == pieces if pieces >= 0 else len(call.times) <= MOST_PIECES
-    assert call.ended is not None and call.ended - call.sent < 5.0
+    assert call.ended is not None and call.ended - call.sent < 30.0
     if kind == "ends and stays":
-        assert call.ended - call.times[-1] < 0.1, "an answer ends with its last event, not with its connection"
+        assert returned - call.ended >= 0.9 * _END_SECONDS, (
+            "an answer ends with its last event, not with its connection"
+        )
     report = summary([call], Targets(1.0, 1.0))
     assert json.loads(json.dumps(report)) == report
     assert (report["without_text"], report["without_usage"]) == (
@@ -175,7 +178,7 @@ async def test_a_list_of_models_that_is_none_is_one_line_and_bounded(kind: str) 
     tracemalloc.start()
     try:
         with listening(answer) as url:
-            async with Client(url, ApiAccess(), timeout=0.3) as client:
+            async with Client(url, ApiAccess(), timeout=0.3 if kind == "silence" else 60.0) as client:
                 with pytest.raises(ConfigError, match=says) as caught:
                     await client.model()
         assert str(caught.value).isprintable()
@@ -188,7 +191,7 @@ async def test_a_hundred_thousand_pieces_are_counted() -> None:
     answer = saying(STREAM, *[WORD * 25_000] * 4, usage(b"100000") + END)
     call = Call(0.0)
     with listening(answer) as url:
-        async with Client(url, ApiAccess(), timeout=10.0) as client:
+        async with Client(url, ApiAccess(), timeout=60.0) as client:
             await client.ask(client.body("m", "x", 4), call)
     assert call.ok and len(call.times) == call.tokens == 100_000
 
@@ -197,7 +200,7 @@ async def test_an_answer_beyond_all_measure_is_given_up(monkeypatch: pytest.Monk
     monkeypatch.setattr("kvtier.bench.client.MOST_PIECES", 10)
     call = Call(0.0)
     with listening(without_end(STREAM, WORD * 4)) as url:
-        async with Client(url, ApiAccess(), timeout=10.0) as client:
+        async with Client(url, ApiAccess(), timeout=60.0) as client:
             await client.ask(client.body("m", "x", 4), call)
     assert call.fault == "an event is not what the API has: more than 10 pieces" and len(call.times) == 10
 

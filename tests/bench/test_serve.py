@@ -202,7 +202,7 @@ def _cut_short(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert line(stub) == "busy"
         cut(process)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert "sk-secret" not in out + err
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 

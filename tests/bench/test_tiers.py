@@ -135,12 +135,12 @@ def test_a_run_that_is_stopped_leaves_nothing_behind_and_keeps_its_rows(
         )
         try:
             if there == "nvme":
-                until(lambda: list(tmp_path.glob(".kvtier-bench-*/slots-*")), 30.0, "the folder of the run")
+                until(lambda: list(tmp_path.glob(".kvtier-bench-*/slots-*")), 60.0, "the folder of the run")
             else:
-                until(lambda: asked(server, "DBSIZE") == b":8", 30.0, "the values of the run")
+                until(lambda: asked(server, "DBSIZE") == b":8", 60.0, "the values of the run")
                 assert MARK in asked(server, "RANDOMKEY")
             process.send_signal(number)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=60)
         finally:
             process.kill()
             process.wait()

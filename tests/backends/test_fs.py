@@ -300,7 +300,7 @@ def test_a_silent_server_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.M
         began = time.monotonic()
         with pytest.raises(MediumUnavailable, match=r"has not answered for 0.2 s"):
             medium.probe(wanted)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
     answers.set()
     monkeypatch.undo()
     until = time.monotonic() + 20

@@ -47,7 +47,7 @@ def test_what_no_server_says_is_refused(tmp_path: Path, call: str, reply: bytes,
     began = time.monotonic()
     with bounded(), pytest.raises(MediumError):
         CALLS[call](medium)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     medium.close()
     server.close()
 

@@ -27,7 +27,7 @@ def packed(*words: str) -> list[bytes]:
 def ends() -> Iterator[tuple[Wire, socket.socket]]:
     """A wire and the server's end of it."""
     ours, theirs = socket.socketpair()
-    theirs.settimeout(10)
+    theirs.settimeout(60)
     ours.settimeout(TIMEOUT)
     connection = SimpleNamespace(_sock=ours, connect=lambda: None, disconnect=ours.close, pack_command=packed)
     wire = Wire(lambda: connection)
@@ -97,7 +97,7 @@ def test_a_server_that_stops_is_waited_for_twice_at_most(ends: tuple[Wire, socke
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="timed out"):
         list(wire.get_all([(b"k", [room(512), room(99_488)])]))
-    assert time.monotonic() - start < 2 * TIMEOUT + 1.0
+    assert time.monotonic() - start < 2 * TIMEOUT + 10.0
     assert not wire.open
 
 

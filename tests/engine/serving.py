@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -14,6 +13,7 @@ from kvtier.abc.connector import KVConnector
 from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.server import Served, make_app
 from kvtier.metrics import Metrics
+from tests.support import until
 
 from .support import TEMPLATE, make_engine
 
@@ -52,19 +52,16 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
-        self.thread.join(10.0)
+        self.thread.join(60.0)
         self.socket.close()
         assert not self.thread.is_alive()
 
     def until_idle(self) -> None:
-        deadline = time.monotonic() + 5.0
-        while self.core.has_work:
-            assert time.monotonic() < deadline, "requests are still open"
-            time.sleep(0.002)
+        until(lambda: not self.core.has_work, 60.0, "every request has ended")
         assert self.core.check_integrity() == []
 
     def post(self, path: str, body: object, **more: object) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=10.0, **more)  # type: ignore[arg-type]
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60.0, **more)  # type: ignore[arg-type]
 
     def complete(self, **body: object) -> httpx.Response:
         return self.post(

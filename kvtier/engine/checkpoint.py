@@ -123,14 +123,14 @@ def open_checkpoint(
     ``model`` is ``smollm2`` (the bundled default), a ``.gguf`` file, a directory with one of those or with
     ``config.json`` and safetensors, or a hub id. With ``load_format="dummy"`` it may also be a ``config.json``, no weights
     are needed, and random ones made from ``seed`` take their place. ``name`` overrides the model's name, ``revision`` says
-    which weights these are (a hub id is fetched at it), ``rope`` overrides its rope parameters (``rope_theta``,
-    ``rope_type``, ``factor``, ...). Raises `ModelError` saying what is wrong and what to do.
+    which weights these are (a hub id is fetched at it, and goes by the commit that came), ``rope`` overrides its rope
+    parameters (``rope_theta``, ``rope_type``, ``factor``, ...). Raises `ModelError` saying what is wrong and what to do.
     """
     try:
         place = _locate(model, revision)
     except OSError as failed:  # a folder that may not be looked into, a name too long to be one
         raise ModelError(f"cannot read {failed.filename or model}: {failed.strerror}") from failed
-    place = replace(place, revision=revision or place.revision)
+    place = replace(place, revision=place.revision or revision)  # a branch of the hub is moved on to other weights
     name = name or place.name
     if place.path.suffix == ".gguf":
         if rope:
@@ -220,14 +220,14 @@ def _locate(model: str, revision: str | None) -> _Place:
 
 
 def _in_directory(path: Path) -> _Place:
+    repository, name, commit = path.parent.parent.name, path.name, None
+    if path.parent.name == "snapshots" and repository.startswith("models--"):  # the hub's cache
+        name, commit = repository.removeprefix("models--").replace("--", "/"), path.name
     if (path / "config.json").exists():
-        repository, revision = path.parent.parent.name, path.name
-        if path.parent.name == "snapshots" and repository.startswith("models--"):  # the hub's cache
-            return _Place(path, repository.removeprefix("models--").replace("--", "/"), revision)
-        return _Place(path, path.name)
+        return _Place(path, name, commit)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return _Place(files[0], files[0].stem)
+        return _Place(files[0], files[0].stem, commit)
     if files:
         raise ModelError(f"{path} has {len(files)} .gguf files; name one of them, for instance {files[0].name}")
     raise ModelError(f"{path} has neither config.json nor a .gguf file; is it a model's directory?")

@@ -162,6 +162,11 @@ def test_a_hub_snapshot_is_named_by_its_repository_and_revision(tiny: Path, tmp_
     checkpoint = open_checkpoint(str(snapshot))
     assert (checkpoint.name, checkpoint.weights_id) == ("someone/tiny", revision)
     assert open_checkpoint(str(snapshot), name="mine").name == "mine"
+    assert open_checkpoint(str(snapshot), revision="main").weights_id == revision, "a branch may have moved on"
+    quantized = snapshot.with_name("fedcba98")
+    quantized.mkdir()
+    write_gguf(quantized / "tiny.gguf", tiny, gguf.GGMLQuantizationType.F32)
+    assert open_checkpoint(str(quantized), revision="main").weights_id == "fedcba98"
 
 
 def test_identity_and_layout(tiny: Path) -> None:

@@ -59,6 +59,22 @@ def test_two_revisions_of_one_model_share_nothing(tmp_path: Path) -> None:
         assert tiers.found(prompt(1, 4, identity=other)) == 0
 
 
+def test_a_branch_that_has_moved_on_is_another_revision(tmp_path: Path) -> None:
+    """Both runs ask for ``main``; what the hub gave for it are different commits."""
+    snapshots = tmp_path / "models--somebody--model" / "snapshots"
+    one, other = (
+        identity_of(make_tiny_checkpoint(snapshots / commit, seed=seed), revision="main")
+        for seed, commit in enumerate(("aaa", "bbb"))
+    )
+    below = nvme(tmp_path / "nvme", "16MiB")
+    with Tiers(dram(32, one), below, identity=one) as tiers:
+        tiers.save(prompt(1, 4, identity=one))
+        tiers.only_below()
+        assert tiers.found(prompt(1, 4, identity=one)) == 4
+    with Tiers(dram(32, other), below, identity=other) as tiers:
+        assert tiers.found(prompt(1, 4, identity=other)) == 0
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 def test_an_automatic_kv_dtype_is_the_one_that_it_becomes(tmp_path: Path, stored: str) -> None:
     """Run again with the dtype spelt out the cache is found; with another one it is not."""

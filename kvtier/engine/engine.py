@@ -22,7 +22,7 @@ from kvtier.abc.connector import KVConnector
 from kvtier.abc.medium import SlotMedium
 from kvtier.engine.block_cache import BlockCache
 from kvtier.engine.exchange import ASK_SECONDS, Exchange
-from kvtier.engine.model import Model, StepBatch
+from kvtier.engine.model import Model, StepBatch, misfit
 from kvtier.engine.prefill import PrefillTimes
 from kvtier.engine.recheck import Rechecker
 from kvtier.engine.recording import Recorder
@@ -126,7 +126,7 @@ class Engine:
         self._groups: dict[str, list[Sequence]] = {}
         self._last_progress = clock()
         self._last_step = 0.0
-        self._exchange.register(hbm)
+        self._exchange.register(hbm, misfit(kv, identity.layout))
 
     @property
     def has_work(self) -> bool:

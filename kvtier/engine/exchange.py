@@ -107,8 +107,15 @@ class Exchange:
             return None
         return self._guarded(lambda c: c.scheduler.former_epoch(scope.tenant_id, scope.adapter), None)
 
-    def register(self, hbm: SlotMedium) -> None:
-        """Show the connector the engine's memory. One that cannot take it is not used."""
+    def register(self, hbm: SlotMedium, misfit: str | None = None) -> None:
+        """Show the connector the engine's memory. One that cannot take it is not used.
+
+        ``misfit``: in what the memory is not laid out as the identity says; sizes alone would not tell.
+        """
+        if misfit is not None and self._connector is not None:
+            self._break(
+                "registering the engine's memory", ValueError(f"another layout than the identity says: {misfit}")
+            )
         self._guarded(lambda c: c.worker.register_kv_caches(hbm), None)
 
     def expect(self, request_id: str, span: Span, computed_blocks: int) -> None:

@@ -18,9 +18,21 @@ from kvtier.engine.device import Placement
 from kvtier.engine.linear import LEAST_ROWS, Linear
 from kvtier.engine.rope import RopeTable, paired, rotate
 from kvtier.engine.tally import Pace
+from kvtier.layout import Layout
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Torch's names for the dtypes that HBM slots may hold."""
+
+
+def misfit(kv: torch.Tensor, layout: Layout) -> str | None:
+    """In what an HBM tensor ``[slot, layer, ...]`` is not laid out as ``layout`` says; None where it is."""
+    group = layout.groups[0]
+    said = (group.layers, group.tensors, layout.block_tokens, group.kv_heads, group.head_dim)
+    there = tuple(kv.shape[1:])
+    if (there, kv.dtype, len(layout.groups)) == (said, TORCH_DTYPES.get(group.dtype), 1):
+        return None
+    return f"blocks are {there} of {kv.dtype}, not {said} of {group.dtype}"
+
 
 LayerHook = Callable[[int], None]
 """Called with a layer's index."""

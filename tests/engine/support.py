@@ -30,6 +30,7 @@ from kvtier.engine.sampler import SamplingParams, continuation_seed
 from kvtier.engine.scheduler import Limits
 from kvtier.engine.tokenizer import Tokenizer, TokenizerSource, Vocabulary
 from kvtier.key import BlockKey, Identity, Span
+from kvtier.layout import Layout
 from kvtier.metrics import EngineMetrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.pool import BlockPool
@@ -99,7 +100,9 @@ def make_engine(
     recompute_sample: float = 0.0,
     metrics: EngineMetrics | None = None,
     template: str = TEMPLATE,
+    layout: Layout | None = None,
 ) -> Engine:
+    """``layout``: what the identity says, where that is not what the memory has."""
     shape = (CONFIG.layers, 2, BLOCK, CONFIG.kv_heads, CONFIG.head_dim)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype]
     hbm = HbmMedium.allocate(blocks, shape, dtype)
@@ -109,7 +112,7 @@ def make_engine(
         hbm,
         hbm.tensor,
         BlockPool(blocks, LruPolicy(blocks)),
-        Identity(CONFIG.name, "seed-7", kv_dtype, CONFIG.layout(BLOCK, kv_dtype)),
+        Identity(CONFIG.name, "seed-7", kv_dtype, layout or CONFIG.layout(BLOCK, kv_dtype)),
         EngineConfig(
             Limits(tokens, sequences, longest_prefix_first, preemption),
             max_length=512,

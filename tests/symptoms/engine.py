@@ -10,6 +10,7 @@ from kvtier.connectors.bundled import BundledConnector
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import Output, Request
 from kvtier.key import Address
+from kvtier.layout import Layout
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.store.geometry import Geometry
 from kvtier.store.store import TieredStore
@@ -25,11 +26,11 @@ GEOMETRY = Geometry(SHARD, IDENTITY.layout.fingerprint(), BLOCK_BYTES, BLOCK)
 
 
 def connected(
-    store: TieredStore, blocks: int, *, tokens: int = 64, sequences: int = 8
+    store: TieredStore, blocks: int, *, tokens: int = 64, sequences: int = 8, layout: Layout | None = None
 ) -> tuple[Engine, BundledConnector]:
     """An engine of ``blocks`` HBM slots over ``store``."""
     connector = BundledConnector(store, BLOCK, blocks, tokens)
-    return make_engine(blocks, connector=connector, tokens=tokens, sequences=sequences), connector
+    return make_engine(blocks, connector=connector, tokens=tokens, sequences=sequences, layout=layout), connector
 
 
 class TurnedEngine:
@@ -45,10 +46,11 @@ class TurnedEngine:
         tokens: int = 64,
         sequences: int = 8,
         geometry: Geometry = GEOMETRY,
+        layout: Layout | None = None,
     ) -> None:
         self.bench = make_bench(dram, nvme=nvme, shared=shared, geometry=geometry)
         self.store = self.bench.store
-        self.engine, self.connector = connected(self.store, blocks, tokens=tokens, sequences=sequences)
+        self.engine, self.connector = connected(self.store, blocks, tokens=tokens, sequences=sequences, layout=layout)
         self.loads: list[LoadPlan] = []
         """Every load that a step has waited for."""
         self.ended: list[tuple[str, int]] = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvtier.engine.request import Request
+from kvtier.layout import CacheGroup, GroupKind, Layout
 from kvtier.storage_backends.memory import MemoryMedium
 from tests.engine.support import BLOCK, expected, greedy, prompt
 
@@ -188,10 +189,24 @@ def test_salts_of_requests_reach_the_store() -> None:
     assert stats.external_tokens == 4 * BLOCK
 
 
-def test_an_engine_with_another_layout_than_the_store_is_left_uncached(caplog: pytest.LogCaptureFixture) -> None:
+OTHERS = {
+    "another size": (replace(GEOMETRY, block_bytes=2 * BLOCK_BYTES), None, f"{BLOCK_BYTES} bytes"),
+    "heads of half the size": (GEOMETRY, CacheGroup(GroupKind.MHA, 2, 4, 4, "fp32"), "not (2, 2, 4, 4, 4)"),
+    "K and V in one axis": (GEOMETRY, CacheGroup(GroupKind.MLA, 2, 1, 32, "fp32"), "not (2, 1, 4, 1, 32)"),
+    "another dtype of the same size": (GEOMETRY, CacheGroup(GroupKind.GQA, 2, 2, 16, "bf16"), "torch.float32, not"),
+}
+"""What the store is told of blocks, what the identity says of them where that is not what the engine has, and what is said."""
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_engine_with_another_layout_than_the_store_is_left_uncached(
+    other: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """As after an upgrade that packs blocks in another way: one clear line, and tokens that are right."""
-    other = replace(GEOMETRY, block_bytes=2 * BLOCK_BYTES)
-    turned = TurnedEngine(geometry=other)
+    geometry, group, says = OTHERS[other]
+    layout = None if group is None else Layout((group,), BLOCK)
+    assert layout is None or layout.block_bytes == BLOCK_BYTES
+    turned = TurnedEngine(geometry=geometry, layout=layout)
     request = greedy("a", prompt(1, 4 * BLOCK + 1))
     want = alone(request)
     for round_ in range(2):
@@ -203,5 +218,5 @@ def test_an_engine_with_another_layout_than_the_store_is_left_uncached(caplog: p
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "going on without the tiers below HBM" in line.getMessage()
     assert turned.engine.cache_fault is not None
-    assert f"{BLOCK_BYTES} bytes" in turned.engine.cache_fault
+    assert says in turned.engine.cache_fault
     assert "another layout" in turned.engine.cache_fault

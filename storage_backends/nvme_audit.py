@@ -32,7 +32,7 @@ from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
 from kvtier.storage_backends.nvme_journal import SCHEMA, NvmeJournal, look_through
 
 _TWICE = "SELECT stride, slot FROM block GROUP BY 1, 2 HAVING count(*) > 1"
-ASK = "ask that server itself with `kvtier doctor --url URL` or `--uds PATH`, or stop it first"
+ASK = "ask that server itself with `kvtier doctor --base-url URL` or `--uds PATH`, or stop it first"
 
 
 @dataclass(frozen=True, slots=True)

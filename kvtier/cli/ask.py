@@ -20,16 +20,18 @@ class Refused(ConfigError):
     """The server answers, and says what is wrong with what it was asked."""
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+def add_server_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """``--base-url`` (``default`` where neither is given) or ``--uds``."""
     server = parser.add_mutually_exclusive_group()
-    server.add_argument("--url", dest="server_url", metavar="URL", help="ask a running server on this host instead")
+    what = "ask a running server on this host instead" if default is None else f"the server (default: {default})"
+    server.add_argument("--base-url", dest="server_url", metavar="URL", default=default, help=what)
     server.add_argument("--uds", dest="server_uds", metavar="PATH", help="the same, over the server's Unix socket")
 
 
 def asked(
     args: argparse.Namespace, path: str, body: object, expected: str, what: str, seconds: float = ANSWER_SECONDS
 ) -> dict[str, Any]:
-    """POST ``body`` to the server that ``--url`` or ``--uds`` names: its answer, a JSON object that has ``expected``.
+    """POST ``body`` to the server that ``--base-url`` or ``--uds`` names: its answer, a JSON object that has ``expected``.
 
     Raises ``ConfigError`` where it does not answer in so many seconds, or is no server that gives a ``what``; ``Refused``
     where it refuses.

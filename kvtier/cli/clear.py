@@ -20,13 +20,13 @@ from kvtier.store.open import open_at_rest
 
 DONE, LEFT = 0, 1
 RECLAIM_SECONDS = 600.0
-ADVICE = "clear through that process: name it with `kvtier clear --url URL` or `--uds PATH`, or stop it first"
+ADVICE = "clear through that process: name it with `kvtier clear --base-url URL` or `--uds PATH`, or stop it first"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without --tier NAME every tier forgets what is selected, and so do all processes that share a Redis or folder: from "
-        "their next request to it on, and within a second in any case. Without --url and --uds the configured tiers are "
+        "their next request to it on, and within a second in any case. Without --base-url and --uds the configured tiers are "
         "opened here, which an NVMe directory that a server holds does not allow. Exit code 0: done. 1: some tier could not "
         "be told. 2: could not run."
     )
@@ -104,13 +104,13 @@ def _tenant(given: str | None) -> bytes | None:
 def _at_rest(settings: dict[str, object], what: Selection, tier: str | None) -> tuple[dict[str, Any], bool]:
     """Open the tiers that last, clear them and reclaim; whether all of it was reclaimed."""
     if tier == "dram":
-        raise ConfigError("dram lives in a server's process; name that with --url or --uds")
+        raise ConfigError("dram lives in a server's process; name that with --base-url or --uds")
     with closing(open_at_rest(resolve(settings).settings.tiers, ADVICE)) as store:
         lasting = [name for name in store.health() if name != "dram"]
         if not lasting:
             raise ConfigError(
                 "no tier that outlives its process is configured; name one with --tier nvme:///..., fs:///... or redis://..., "
-                "or a running server with --url or --uds"
+                "or a running server with --base-url or --uds"
             )
         try:
             cleared = store.clear(what, tier)

@@ -28,7 +28,7 @@ SHOWN_EVERY = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit code 0: clean. 1: something was found, and with --fix repaired where that is ours to do. 2: could not run. "
-        "NVMe directories are opened exclusively; where a server has one, --url or --uds asks that server. Files that are "
+        "NVMe directories are opened exclusively; where a server has one, --base-url or --uds asks that server. Files that are "
         "not kvtier's are moved beside the directory, never deleted; on a Redis and in a shared folder they are only reported."
     )
     parser.add_argument("--fix", action="store_true", help="repair: free or adopt slots, delete bad rows and values")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.server_url is not None or args.server_uds is not None:
         if args.fix:
-            raise ConfigError("--fix mends tiers at rest: stop the server and leave --url and --uds out")
+            raise ConfigError("--fix mends tiers at rest: stop the server and leave --base-url and --uds out")
         return _asked(args)
     plans = [plan_tier(url) for url in resolve(vars(args)).settings.tiers]
     for plan in plans:

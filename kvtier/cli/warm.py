@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.abc.store import MOST_PIN_SECONDS, Hints
-from kvtier.cli.ask import Refused, asked
+from kvtier.cli.ask import Refused, add_server_arguments, asked
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
 from kvtier.quantity import counted, parse_seconds
@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts failed, each with a line that names it. 2: could not run."
     )
     parser.add_argument("file", nargs="+", metavar="FILE", help="system prompts: JSON lines, or a text")
-    server = parser.add_mutually_exclusive_group()
-    server.add_argument(
-        "--base-url", dest="server_url", metavar="URL", default=SERVER, help=f"the server (default: {SERVER})"
-    )
-    server.add_argument("--uds", dest="server_uds", metavar="PATH", help="the same, over the server's Unix socket")
+    add_server_arguments(parser, SERVER)
     parser.add_argument(
         "--pin", default="1h", metavar="TIME", help="how long the prompts stay, such as 30m (default: 1h; at most 7d)"
     )

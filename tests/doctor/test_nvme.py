@@ -293,7 +293,7 @@ def test_a_directory_in_use_is_said_to_be_and_by_whom(directory: Directory, caps
     medium.close()
     assert code == 2
     assert f"process {os.getpid()} is using it" in told["error"]
-    assert "--url" in told["error"]
+    assert "--base-url" in told["error"]
     assert err == ""
 
 
@@ -302,10 +302,10 @@ def test_a_directory_in_use_is_said_to_be_and_by_whom(directory: Directory, caps
     [
         (["--tier", "nvme:///no/such/directory?capacity=1GiB"], "there is no such directory"),
         (["--tier", "dram://?capacity=1MiB"], "no tier that outlives its process"),
-        (["--url", "http://127.0.0.1:1"], "no answer"),
+        (["--base-url", "http://127.0.0.1:1"], "no answer"),
         (["--uds", "/no/such/socket"], "no answer"),
-        (["--url", "ftp://x"], "give the server's address"),
-        (["--url", "http://127.0.0.1:1", "--fix"], "stop the server"),
+        (["--base-url", "ftp://x"], "give the server's address"),
+        (["--base-url", "http://127.0.0.1:1", "--fix"], "stop the server"),
     ],
 )
 def test_what_cannot_be_run_is_a_line_and_exit_code_2(

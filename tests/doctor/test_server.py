@@ -41,13 +41,13 @@ def served(tmp_path: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 def test_a_running_server_is_asked(served: tuple[str, str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     url, path, faults = served
-    for way in (["--url", url], ["--uds", path]):
+    for way in (["--base-url", url], ["--uds", path]):
         assert cli.main(["doctor", *way]) == 0
         assert capsys.readouterr().out.endswith("no faults in memory\n")
     faults.append("leaked lease: dram slot 3 has 1 references, 0 are held")
     assert cli.main(["doctor", "--uds", path, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["findings"] == faults
-    assert cli.main(["doctor", "--url", url.removeprefix("http://")]) == 1
+    assert cli.main(["doctor", "--base-url", url.removeprefix("http://")]) == 1
     assert "  leaked lease: dram slot 3" in capsys.readouterr().out
 
 

@@ -64,10 +64,10 @@ def test_a_server_forgets_in_every_tier_and_stays_so_after_a_restart(tiny: Tiny,
         assert server.complete(prompt, TINY_TOKENS) == (text, 0)
         assert server.complete(prompt, TINY_TOKENS)[1] > 0
         locked = clear(f"--tier={nvme(tmp_path / 'nvme')}", code=2)
-        assert "--url" in locked and str(server.process.pid) in locked
+        assert "--base-url" in locked and str(server.process.pid) in locked
         assert server.complete(prompt, TINY_TOKENS)[1] > 0
         until(lambda: server.metric("kvtier_tier_written_blocks_total", tier="nvme") > 0, 10.0, "written to NVMe")
-        said = clear("--url", server.url)
+        said = clear("--base-url", server.url)
         print(said)
         assert "cleared everything: epoch 1" in said
         assert f"tenant {'0' * 32}, adapter none" in said
@@ -77,15 +77,15 @@ def test_a_server_forgets_in_every_tier_and_stays_so_after_a_restart(tiny: Tiny,
         until(
             lambda: server.metric("kvtier_tier_evictions_total", tier="nvme", reason="cleared") > 0, 10.0, "reclaimed"
         )
-        clear("--url", server.url, "--tenant", "00" * 16)
+        clear("--base-url", server.url, "--tenant", "00" * 16)
         assert server.terminate() == 0, server.log
     with Server(*flags) as server:
         assert server.complete(prompt, TINY_TOKENS) == (text, 0)
         assert server.complete(tiny.prompts[1], TINY_TOKENS)[1] == 0
         assert "tier 'redis' does not exist here; there are dram, nvme" in clear(
-            "--url", server.url, "--tier", "redis", code=2
+            "--base-url", server.url, "--tier", "redis", code=2
         )
-        assert "cleared tier dram\ndram: " in clear("--url", server.url, "--tier", "dram")
+        assert "cleared tier dram\ndram: " in clear("--base-url", server.url, "--tier", "dram")
         assert server.terminate() == 0, server.log
         assert "integrity: every block is accounted for" in server.log
 
@@ -127,7 +127,7 @@ def test_tiers_at_rest_are_cleared_without_a_server(tiny: Tiny, tmp_path: Path, 
     redis.kill()
     assert "redis: NOT TOLD" in clear(*tiers, code=1)
     assert "cannot be combined" in clear(*tiers, "--tier", "nvme", "--model", "m", code=2)
-    assert "name that with --url" in clear(*tiers, "--tier", "dram", code=2)
+    assert "name that with --base-url" in clear(*tiers, "--tier", "dram", code=2)
 
 
 def test_servers_that_share_a_redis_hear_of_it_and_an_emptied_redis_is_told_again(
@@ -139,7 +139,7 @@ def test_servers_that_share_a_redis_hear_of_it_and_an_emptied_redis_is_told_agai
         one.complete(prompt, TINY_TOKENS)
         until(lambda: one.metric("kvtier_tier_written_bytes_total", tier="redis"), 10.0, "it is saved")
         assert two.complete(prompt, TINY_TOKENS)[1] > 0
-        clear("--url", one.url)
+        clear("--base-url", one.url)
         until(
             lambda: two.complete(prompt, TINY_TOKENS)[1] == 0,
             SEEN_SECONDS,
@@ -148,7 +148,7 @@ def test_servers_that_share_a_redis_hear_of_it_and_an_emptied_redis_is_told_agai
         with behind(redis) as client:
             client.flushall()
             until(lambda: client.hlen("kvt:clear") > 1, SEEN_SECONDS, "what was lost is written back")
-        assert clear("--url", two.url).startswith("cleared everything: epoch 2")
+        assert clear("--base-url", two.url).startswith("cleared everything: epoch 2")
         until(lambda: one.complete(prompt, TINY_TOKENS)[1] == 0, SEEN_SECONDS, "and back")
         assert one.terminate() == two.terminate() == 0, one.log + two.log
 

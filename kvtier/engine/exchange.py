@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -59,7 +59,8 @@ class Exchange:
         self._cache = cache
         self._clock = clock
         self._ask_seconds = ask_seconds
-        self._held: set[tuple[str, Slot]] = set()
+        self._held: Counter[tuple[str, Slot]] = Counter()
+        """How many saves under way of each request read each slot: one that was offered again may have several."""
         self._gave_up: set[str] = set()
         self._starts: dict[str, int] = {}
         self._asked: deque[Future[None]] = deque()
@@ -79,11 +80,11 @@ class Exchange:
     @property
     def held(self) -> int:
         """Slots that saves under way still hold."""
-        return len(self._held)
+        return self._held.total()
 
     def held_slots(self) -> list[Slot]:
         """Slots that saves under way hold, once per save."""
-        return [slot for _, slot in self._held]
+        return [slot for _, slot in self._held.elements()]
 
     def epoch(self, scope: Scope) -> int:
         """The clear epoch for the keys of a new request of ``scope``. Any thread. Asked even after a fault.
@@ -187,9 +188,8 @@ class Exchange:
         span, slots = sequence.chain.span(start, stop), sequence.slots[start:stop]
         taken = self._guarded(lambda c: c.scheduler.offer(sequence.id, span, slots, hints), 0)
         taken = max(0, min(taken, len(slots)))
-        fresh = [slot for slot in slots[:taken] if (sequence.id, slot) not in self._held]
-        self._cache.share(fresh)
-        self._held.update((sequence.id, slot) for slot in fresh)
+        self._cache.share(slots[:taken])
+        self._held.update((sequence.id, slot) for slot in slots[:taken])
         sequence.offered = start + taken
 
     def finished(self, sequence: TokenSequence) -> None:
@@ -261,8 +261,10 @@ class Exchange:
             for slot in slots:
                 entry = (request_id, Slot(slot))
                 if entry in self._held:
-                    self._held.remove(entry)
+                    self._held[entry] -= 1
                     self._cache.release([Slot(slot)])
+                    if not self._held[entry]:
+                        del self._held[entry]
                 else:
                     _log.error("the connector ended a save of slot %d for %s that is not under way", slot, request_id)
 

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvtier.abc.store import NO_HINTS, Hints
 from kvtier.engine.request import Request
+from kvtier.engine.scheduler import Schedule
 from kvtier.layout import CacheGroup, GroupKind, Layout
+from kvtier.pool import Slot
 from kvtier.storage_backends.memory import MemoryMedium
 from tests.engine.support import BLOCK, expected, greedy, prompt
 
@@ -108,6 +111,31 @@ def test_a_preempted_request_saves_its_own_bytes_or_nothing() -> None:
     turned.forget_hbm()
     again = [greedy(f"again {each.id}", each.prompt, tokens=20) for each in requests]
     assert turned.serve(again) == want
+    assert turned.loads, "and it is what was saved that gave them"
+    turned.expect_idle()
+
+
+@pytest.mark.parametrize("how", ["preempted", "its id used again"])
+def test_blocks_that_are_offered_twice_are_held_until_both_saves_have_ended(how: str) -> None:
+    """A pinned request offers what HBM has once more; the store need not copy that again, and so is done with it at once."""
+    pinned = greedy("r", prompt(1, 24), tokens=3, hints=Hints(pin_seconds=60))
+    turned = TurnedEngine(blocks=32)
+    engine = turned.engine
+    engine.add_request(pinned)
+    engine.step()
+    if how == "preempted":
+        engine._scheduler._preempt(engine._scheduler.running[0], Schedule())
+    turned.run(between=lambda: None)
+    if how != "preempted":
+        engine.add_request(pinned)
+        turned.run(between=lambda: None)
+    engine.step()
+    assert len(turned.ended) >= 6 and turned.bench.hand.queued, "the second save has ended, and the first has not begun"
+    assert engine.check_integrity() == []
+    engine.reset_prefix_cache()
+    hbm_bytes(turned)[[slot for slot in range(32) if engine.pool.references(Slot(slot)) == 0]] = SENTINEL
+    turned.forget_hbm()
+    assert turned.serve([replace(pinned, id="again")]) == alone(replace(pinned, hints=NO_HINTS))
     assert turned.loads, "and it is what was saved that gave them"
     turned.expect_idle()
 

@@ -34,7 +34,7 @@ class AsyncEngine:
         self.fault: str | None = None
         """Why the engine stopped; None while it runs."""
         self._max_open = max_open
-        self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self._queues: dict[str, tuple[RequestStats, asyncio.Queue[Output]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -60,10 +60,11 @@ class AsyncEngine:
         stream = Stream(self)
         try:
             for request in requests:
-                self.engine.add_request(request)
-                self._queues[request.id] = stream.queue
+                if request.id in self._queues:
+                    raise RequestError(f"a request with the id {request.id!r} is already open")
+                self._queues[request.id] = self.engine.add_request(request), stream.queue
                 stream.unfinished.add(request.id)
-        except RequestError:
+        except BaseException:
             stream.close()
             raise
         self._wake.set()
@@ -132,12 +133,12 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            queue = self._queues.get(output.request_id)
-            if queue is not None:
+            stats, queue = self._queues.get(output.request_id, (None, None))
+            if queue is not None and stats is output.stats:  # else of a request that had the same id before
                 queue.put_nowait(output)
 
     def _fail_all(self) -> None:
-        for request_id, queue in list(self._queues.items()):
+        for request_id, (_, queue) in list(self._queues.items()):
             queue.put_nowait(Output(request_id, 0, (), "", RequestStats(0, 0.0), FinishReason.ERROR, last=True))
 
 

@@ -122,7 +122,8 @@ class Engine:
         self._random = random.Random(config.seed)  # noqa: S311 - chooses words, guards nothing
         self._arrivals = itertools.count()
         self._door = threading.Lock()
-        self._inbox: collections.deque[Sequence | str] = collections.deque()
+        self._inbox: collections.deque[Sequence | list[Sequence]] = collections.deque()
+        """What has come, and the continuations of what is to end: an id may have been given again by then."""
         self._groups: dict[str, list[Sequence]] = {}
         self._last_progress = clock()
         self._last_step = 0.0
@@ -197,12 +198,14 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request, in whatever state it is, at the next step. Any thread; unknown ids are no error."""
-        self._inbox.append(request_id)
+        with self._door:
+            if request_id in self._groups:
+                self._inbox.append(self._groups[request_id])
 
     def abort_all(self) -> None:
         """End every open request at the next step. Any thread."""
         with self._door:
-            self._inbox.extend(self._groups)
+            self._inbox.extend(self._groups.values())
 
     def step(self) -> list[Output]:
         """Plan, load, compute, sample, note. Returns what it added to each sequence; nothing where there was nothing to do."""
@@ -353,8 +356,7 @@ class Engine:
             if isinstance(note, Sequence):
                 self._scheduler.add(note)
                 continue
-            unfinished = [each for each in self._groups.get(note, ()) if each.finish is None]
-            outputs += [self._end(sequence, FinishReason.ABORT) for sequence in unfinished]
+            outputs += [self._end(sequence, FinishReason.ABORT) for sequence in note if sequence.finish is None]
         return outputs
 
     def _give_up_stalled(self, schedule: Schedule) -> list[Output]:
@@ -448,10 +450,10 @@ class Engine:
         sequence.forks = 0
         if not group.unfinished:
             group.stats.finished = self._clock()
-            with self._door:
-                del self._groups[group.request.id]
             if self.recorder is not None:
                 self.recorder.ended(group.request.id)
+            with self._door:  # last: from here on its id may be given again
+                del self._groups[group.request.id]
             self._tally.finished(group.stats, group.request.sampling.n, finish)
         return Output(
             group.request.id, sequence.index, tokens, text, group.stats, finish, not group.unfinished, logprob

@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,7 +84,9 @@ class Recorder:
         self._limit = limit
         self._began = clock()
         self._lock = threading.Condition()
-        self._coming: OrderedDict[str, _Entry] = OrderedDict()
+        self._open: dict[str, _Entry] = {}
+        """By id, which another request may be given as soon as this one has ended."""
+        self._coming: dict[_Entry, None] = {}
         """Requests that are not to be written yet, in the order in which they came."""
         self._ready: list[_Entry] = []
         self._held = 0
@@ -114,16 +115,17 @@ class Recorder:
         """A request was taken."""
         with self._lock:
             if not self._stopped:
-                self._coming[request_id] = _Entry(self._clock() - self._began)
+                entry = self._open[request_id] = _Entry(self._clock() - self._began)
+                self._coming[entry] = None
 
     def began(self, request_id: str, keys: Sequence[BlockKey], stats: RequestStats) -> None:
         """Its first token is there, and ``keys`` name its prompt's blocks; ``stats`` go on being kept by whoever calls."""
         with self._lock:
-            entry = self._coming.get(request_id)
-            if entry is None:
+            entry = self._open.get(request_id)
+            if entry is None or entry not in self._coming:
                 return
             if self._held + len(keys) >= MOST_KEYS:
-                self._skip(request_id)
+                self._skip(entry)
                 return
             entry.keys, entry.stats = tuple(keys), stats
             self._held += entry.weight
@@ -131,29 +133,27 @@ class Recorder:
     def ended(self, request_id: str) -> None:
         """It gives no token any more. One that never gave any has used no block, and is not recorded."""
         with self._lock:
-            entry = self._coming.get(request_id)
-            if entry is None:
+            entry = self._open.pop(request_id, None)
+            if entry is None or entry not in self._coming:
                 return
             entry.ended = True
             if entry.stats is None:
-                del self._coming[request_id]
+                del self._coming[entry]
             self._move_on()
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what has come, and end; a file without a request is removed. Idempotent."""
         with self._lock:
-            for request_id, entry in list(self._coming.items()):
-                del self._coming[request_id]
-                if entry.stats is not None:
-                    self._ready.append(entry)
+            self._ready += [entry for entry in self._coming if entry.stats is not None]
+            self._coming.clear()
             self._stopped = True
             self._lock.notify()
         self._thread.join(timeout)
         if self._skipped:
             _log.warning("record: %s left out of %s", counted(self._skipped, "request"), self._path)
 
-    def _skip(self, request_id: str) -> None:
-        del self._coming[request_id]
+    def _skip(self, entry: _Entry) -> None:
+        del self._coming[entry]
         self._skipped += 1
         if self._skipped == 1:
             _log.warning("record: requests come faster than %s takes them; some are left out", self._path)
@@ -161,13 +161,13 @@ class Recorder:
     def _move_on(self) -> None:
         """Hand on what no earlier request stands before any more."""
         while self._coming:
-            request_id, first = next(iter(self._coming.items()))
+            first = next(iter(self._coming))
             if not first.ended and len(self._coming) <= MOST_WAITING:
                 break
             if first.stats is None:
-                self._skip(request_id)
+                self._skip(first)
                 continue
-            del self._coming[request_id]
+            del self._coming[first]
             self._ready.append(first)
             self._lock.notify()
 

@@ -228,6 +228,35 @@ async def test_who_leaves_a_stream_aborts_its_requests() -> None:
     assert engine.engine.pool.referenced == 0
 
 
+def test_an_abort_is_of_whoever_had_the_id_when_it_was_said() -> None:
+    """Whoever asks gives an id again as soon as its request has ended, in the same breath in which he says that he has gone."""
+    engine, request = make_engine(), greedy("r", prompt(1, 12), tokens=3)
+    engine.run([request])
+    engine.abort("r")
+    assert {"r": [engine.run([request])[0].tokens]} == expected([request])
+    engine.add_request(request)
+    engine.abort("r")
+    assert [output.finish for output in engine.step()] == [FinishReason.ABORT]
+    assert engine.check_integrity() == [] and not engine.has_work
+
+
+async def test_an_id_that_is_given_again_has_the_outputs_of_its_own_request() -> None:
+    """Outputs of an aborted request are on their way to the event loop while the next is opened under its id."""
+    engine = AsyncEngine(make_engine())
+    engine.start()
+    want = expected([greedy("r", prompt(2, 12))])
+    for _ in range(20):
+        with engine.open([greedy("r", prompt(1, 12), tokens=200)]) as outputs:
+            await anext(outputs)
+            with pytest.raises(RequestError, match="already open"):
+                engine.open([greedy("r", prompt(2, 12))])
+        while engine.engine.has_work:
+            time.sleep(0.001)  # noqa: ASYNC251 - the loop is to stand still until the abort is done and not told yet
+        got = await gather(engine, greedy("r", prompt(2, 12)))
+        assert {"r": [got["r"]]} == want
+    assert await engine.close(5.0)
+
+
 async def test_one_bad_request_serves_none_of_its_company() -> None:
     engine = AsyncEngine(make_engine())
     engine.start()

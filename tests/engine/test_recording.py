@@ -141,6 +141,17 @@ def test_a_request_that_gave_nothing_used_nothing(recorder: Recorder, tmp_path: 
     assert chains(tmp_path / "trace") == [1]
 
 
+def test_an_id_that_is_given_again_names_another_request(recorder: Recorder, tmp_path: Path) -> None:
+    """The first of the two has ended, and waits behind an earlier one to be written."""
+    recorder.came("early")
+    recorder.began("early", keys(9, 1), RequestStats(16, 0.0, completion_tokens=1))
+    serve(recorder, 1)
+    serve(recorder, 1, blocks=2)
+    recorder.ended("early")
+    recorder.close()
+    assert [(one.chain[0][0], len(one.chain)) for one in open_trace(tmp_path / "trace")] == [(9, 1), (1, 1), (1, 2)]
+
+
 def test_an_endless_request_holds_only_so_many_up(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

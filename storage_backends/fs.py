@@ -290,7 +290,7 @@ class FsMedium(KeyMedium):
                         remove(f"{folder}/{temporary}")
                     raise
         except NoRoom as error:
-            return Outcome(Status.FAILED, 0, f"{self._where}: {error}")
+            return Outcome(Status.FULL, 0, f"{self._where}: {error}")
         except OSError as error:
             if error.errno is None or error.errno in FULL | AWAY:
                 with translated(self._where):

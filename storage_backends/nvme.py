@@ -22,7 +22,7 @@ from pathlib import Path
 from kvtier.abc.audit import Auditor
 from kvtier.abc.medium import Arrived, Iovec, MediumContext, Outcome, PersistentSlotMedium, Record, Status
 from kvtier.codec.frame import HEADER_BYTES, FrameHeader
-from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError
+from kvtier.errors import CapacityError, ConfigError, CorruptFrame, MediumError, MediumFull
 from kvtier.key import Address, address
 from kvtier.quantity import Bytes, rounded_bytes
 from kvtier.storage_backends.nvme_directory import (
@@ -34,7 +34,7 @@ from kvtier.storage_backends.nvme_directory import (
     stride_of,
     taken,
 )
-from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
+from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile, failed
 from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal, nowhere
 from kvtier.transfer.deal import dealt
 from kvtier.url import TierUrl
@@ -162,9 +162,9 @@ class NvmeMedium(PersistentSlotMedium):
         refused = self._take_extents({slot // self._active.extent_slots for slot in slots})
 
         def write(index: int) -> Outcome:
-            detail = refused.get(slots[index] // self._active.extent_slots)
-            if detail is not None:
-                return Outcome(Status.FAILED, 0, detail)
+            outcome = refused.get(slots[index] // self._active.extent_slots)
+            if outcome is not None:
+                return outcome
             self.at("before payload")
             outcome = self._file.write(slots[index], data[index])
             self.at("after payload")
@@ -174,7 +174,7 @@ class NvmeMedium(PersistentSlotMedium):
         try:
             self._file.sync()
         except OSError as error:
-            return [Outcome(Status.FAILED, 0, f"fdatasync: {error.strerror}")] * len(slots)
+            return [failed(error, "fdatasync: ")] * len(slots)
         self.at("after sync")
         with self._lock:
             self.bytes_written += sum(outcome.nbytes for outcome in outcomes)
@@ -291,9 +291,9 @@ class NvmeMedium(PersistentSlotMedium):
                 held.add(extent)
         return held
 
-    def _take_extents(self, extents: set[int]) -> dict[int, str]:
+    def _take_extents(self, extents: set[int]) -> dict[int, Outcome]:
         """Take those that are not taken yet; returns the ones that cannot be, and why."""
-        refused: dict[int, str] = {}
+        refused: dict[int, Outcome] = {}
         if extents <= self._taken:
             return refused
         with self._extents_lock:
@@ -303,9 +303,10 @@ class NvmeMedium(PersistentSlotMedium):
                     self._file.take(extent * self._active.extent_slots, self._active.extent_slots)
                     self._taken.add(extent)
                 except OSError as error:
-                    refused[extent] = f"errno {error.errno}: {error.strerror}"
+                    refused[extent] = failed(error)
                 except MediumError as error:
-                    refused[extent] = str(error)
+                    full = isinstance(error, MediumFull)  # of the index
+                    refused[extent] = Outcome(Status.FULL if full else Status.FAILED, 0, str(error))
         return refused
 
     def _make_room(self, wanted: int) -> None:

@@ -79,7 +79,7 @@ class SlotFile:
                     break
                 done += more
         except OSError as error:
-            return _failed(error)
+            return failed(error)
         return (
             Outcome(Status.DONE, done)
             if done == size
@@ -98,7 +98,7 @@ class SlotFile:
                     return Outcome(Status.FAILED, 0, f"only {done} of {size} bytes were taken")
                 done += more
         except OSError as error:
-            return _failed(error)
+            return failed(error)
         return Outcome(Status.DONE, size)
 
     def _moved(self, move: Callable[[int, Iovec, int], int], buffers: Iovec, start: int) -> int:
@@ -185,5 +185,7 @@ def _after(buffers: Iovec, done: int) -> list[memoryview]:
     return rest
 
 
-def _failed(error: OSError) -> Outcome:
-    return Outcome(Status.FAILED, 0, f"errno {error.errno}: {error.strerror}")
+def failed(error: OSError, what: str = "") -> Outcome:
+    """What an error of the system means for one item; ``what`` begins the words."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Outcome(Status.FULL if full else Status.FAILED, 0, f"{what}errno {error.errno}: {error.strerror}")

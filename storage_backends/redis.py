@@ -194,7 +194,7 @@ class RedisMedium(KeyMedium):
         try:
             self._writes.check()
         except MediumUnavailable as paused:
-            return [Outcome(Status.FAILED, 0, str(paused))] * len(names)
+            return [Outcome(Status.FULL, 0, str(paused))] * len(names)
         full: list[MediumFull] = []
         prefix = prefix_of(self.generation)
 
@@ -335,7 +335,7 @@ class RedisMedium(KeyMedium):
         meaning = medium_error(error, self._where)
         if isinstance(meaning, (MediumUnavailable, MediumRefused)):
             raise meaning from error
-        return Outcome(Status.FAILED, 0, str(meaning))
+        return Outcome(Status.FULL if isinstance(meaning, MediumFull) else Status.FAILED, 0, str(meaning))
 
 
 def _scanned(cursor: Any, wire: Wire) -> Any:  # noqa: ANN401 - words of a command and its reply

@@ -31,6 +31,8 @@ class Status(enum.Enum):
     DONE = "done"
     ABSENT = "absent"
     FAILED = "failed"
+    FULL = "full"
+    """Not written: there is no room for it."""
     CORRUPT = "corrupt"
     """Bytes came and are not what they should be. Said by whoever verifies, never by a medium."""
 

@@ -39,7 +39,7 @@ class Reason(enum.Enum):
     CLEARED = "cleared"
     NO_LOAD = "the request asked not to load"
     NO_STORE = "the request asked not to store it"
-    NO_ROOM = "no room to promote it"
+    NO_ROOM = "no room for it"
     QUEUE_FULL = "the queue of saves was full"
     WRITE_FAILED = "it could not be written"
     CLOSING = "the store was closing"

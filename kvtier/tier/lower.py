@@ -218,7 +218,7 @@ class LowerTier(ABC):
         """Write blocks. DONE means that the block would be found after a restart of this process."""
         start = time.perf_counter()
         nothing: list[Outcome] = []
-        outcomes = self._guarded("write", lambda: _whole((self._put(parcels), parcels), len(parcels))[0], nothing)
+        outcomes = self._guarded("write", lambda: self._written(parcels), nothing)
         if not outcomes:
             outcomes = [Outcome(Status.FAILED, 0, self.degraded or "write failed")] * len(parcels)
         done = sum(outcome.done for outcome in outcomes)
@@ -227,14 +227,24 @@ class LowerTier(ABC):
             self.metrics.written(done, nbytes, time.perf_counter() - start)
             self._introduce()
         if done < len(outcomes):
+            full = sum(outcome.status is Status.FULL for outcome in outcomes)
             why = Reason.WRITE_FAILED if self.usable else Reason.TIER_DEGRADED
-            self.metrics.save_dropped(why, len(outcomes) - done)
+            for reason, count in ((Reason.NO_ROOM, full), (why, len(outcomes) - done - full)):
+                if count:
+                    self.metrics.save_dropped(reason, count)
             if self.usable:
                 first = next(outcome for outcome in outcomes if not outcome.done)
                 self._complain(
                     "write", f"{counted(len(outcomes) - done, 'block')} could not be written: {first.detail}"
                 )
         return outcomes
+
+    def _written(self, parcels: Sequence[Parcel]) -> list[Outcome]:
+        try:
+            return _whole((self._put(parcels), parcels), len(parcels))[0]
+        except MediumFull as full:
+            self.metrics.failed("write")
+            return [Outcome(Status.FULL, 0, str(full))] * len(parcels)
 
     def newcomer(self, identity: bytes, records: Mapping[bytes, str]) -> bool:
         """Whether the tier had no blocks of our identity before this process put some there; ``records`` are its present ones."""

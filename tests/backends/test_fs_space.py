@@ -77,7 +77,7 @@ def test_one_writer_never_exceeds_its_capacity(tmp_path: Path) -> None:
     assert taken(root) > 3 << 20, "it makes use of its capacity"
     assert (root / "foreign" / "file").stat().st_size == 600_000
     (outcome,) = medium.write(wanted[:1], [[payload(1, 5 << 20)]])
-    assert outcome.status is Status.FAILED
+    assert outcome.status is Status.FULL
     assert "raise capacity" in outcome.detail
     medium.close()
 

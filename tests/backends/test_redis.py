@@ -288,7 +288,7 @@ def test_a_full_server_pauses_writes_and_goes_on_reading(tmp_path: Path, policy:
         assert sum(one.done for one in found) > 5
         if policy == "noeviction":
             late = medium.write(names(1, seed=9), [[data]])[0]
-            assert late.status is Status.FAILED
+            assert late.status is Status.FULL
             assert "out of memory" in late.detail
             medium.delete(wanted)
             until(lambda: medium.write(names(1, seed=9), [[data]])[0].done, 60.0, "it is written to again")

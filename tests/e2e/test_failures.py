@@ -218,8 +218,8 @@ def test_others_fill_the_disk_under_load(tiny: Tiny, tiny_disk: Path, caplog: py
         expect_right(house, tiny, {8: fill})
         house.settle()
         expect_right(house, tiny)
-        assert house.count("saves_dropped", "nvme", reason="write_failed") > 0
-        assert "nvme: write failed: " in caplog.text and "full" in caplog.text
+        assert house.count("saves_dropped", "nvme", reason="no_room") > 0
+        assert " could not be written: " in caplog.text and "full" in caplog.text
         (tiny_disk / "others").unlink()
         written = house.count("written_blocks", "nvme")
         until(lambda: house.store.health()["nvme"] == "ok", BACK_SECONDS, "the tier is used again")

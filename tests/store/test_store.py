@@ -286,8 +286,8 @@ def test_a_tier_that_goes_on_failing_does_not_fill_the_log(caplog: pytest.LogCap
     bench = make_bench(dram=64, shared=full)
     for number in range(10):
         bench.save(chain(number, 2))
-    assert caplog.messages == ["shared: write failed: no space left"]
-    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="write_failed") == 20
+    assert caplog.messages == ["shared: 1 block could not be written: no space left"]
+    assert bench.metrics.value("kvtier_tier_saves_dropped_total", tier="shared", reason="no_room") == 20
     bench.idle()
 
 

@@ -243,7 +243,7 @@ def test_redis_that_is_full_stops_neither_loads_nor_requests(
             assert int(behind.info("memory")["used_memory"]) < 8 << 20
             evicted = int(behind.info("stats")["evicted_keys"])
         written = tiers.count("written_blocks", "redis")
-        refused = tiers.count("saves_dropped", "redis", reason="write_failed")
+        refused = tiers.count("saves_dropped", "redis", reason="no_room")
         assert written + refused == 500 * BLOCKS, "every block is accounted for"
         loaded = [tiers.load(prompt(number, BLOCKS)) for number in range(500)]
         assert sum(loaded) > 50

@@ -420,5 +420,7 @@ def test_the_doctor_says_which_blocks_it_cannot_prove_without_their_key(
     store.save(keys, filled(memory, keys)).result(20)
     assert store.drain(20)
     store.close()
-    assert main(["doctor", "--tier", url]) == 0
-    assert "3 frames are sealed" in capsys.readouterr().out
+    unproven = "3 sealed frames proven but for the payload"
+    for asked, says in ((url, False), (url.partition("&encrypt=")[0], True)):
+        assert main(["doctor", "--tier", asked]) == 0
+        assert (unproven in capsys.readouterr().out) == says

@@ -52,6 +52,20 @@ class _Out(Container[Address]):
         return self._marks[self._slot_of[entry]] != 0  # type: ignore[index]  # a policy asks of its own entries
 
 
+class _Passed(_Out):
+    """The same, and which of them a search came across, in its order."""
+
+    def __init__(self, slot_of: dict[Address, Slot], marks: bytearray) -> None:
+        super().__init__(slot_of, marks)
+        self.entries: list[Address] = []
+
+    def __contains__(self, entry: object) -> bool:
+        if not super().__contains__(entry):
+            return False
+        self.entries.append(entry)  # type: ignore[arg-type]  # as above
+        return True
+
+
 class BlockPool:
     """Slots, free list, entry -> slot map, reference counts and eviction order over the tree of entries.
 
@@ -74,6 +88,10 @@ class BlockPool:
         self._tree = Tree(slots)
         self._retiring = 0
         self._referenced = 0
+        self._passed: list[Address] = []
+        """What the last search for victims came across and could not take."""
+        self.pinned = bytearray(slots)
+        """Marks of READY slots that nobody may evict, set and taken away by whoever keeps the pins."""
 
     @property
     def free(self) -> int:
@@ -257,8 +275,12 @@ class BlockPool:
         """``count`` slots that may go, in the order they should, children before parents; None if there are fewer.
 
         ``fewer``: as many as there are then. A slot may go where it is READY, unreferenced and outside ``keep`` (marks per
-        slot), and so is everything below it.
+        slot), not pinned, and so is everything below it. Of what a search came across and could not take, the policy is told
+        before the next one: else each would first of all pass whatever is held for long.
         """
+        if self._passed:
+            self._policy.pass_over([entry for entry in self._passed if self._in_use(entry)], now)
+            self._passed = []
         out, stuck = self._stuck(keep)
         able = self.ready - stuck
         if able < count and not fewer:
@@ -266,7 +288,8 @@ class BlockPool:
         count = min(count, able)
         first_child, next_child = self._tree.child, self._tree.next
         chosen: list[Slot] = []
-        protected: Container[Address] = _Out(self._slot_of, out) if stuck else ()
+        passed = _Passed(self._slot_of, out)
+        protected: Container[Address] = passed if stuck else ()
         path: list[int] = []
         on_path: set[int] = set()
         cursor: dict[int, int] = {}
@@ -283,6 +306,8 @@ class BlockPool:
                     leaf = Slot(self._tree.descend(path, on_path, out, cursor))
                 out[leaf] = 1
                 chosen.append(leaf)
+            if protected is passed:
+                self._passed = list(dict.fromkeys(passed.entries))
             protected = _Out(self._slot_of, out)
         return chosen
 
@@ -307,7 +332,10 @@ class BlockPool:
         return self.free + self.ready - self._stuck(keep)[1]
 
     def coldest(self, count: int, now: float, keep: Marks = None) -> list[Slot]:
-        """Up to ``count`` READY, unreferenced slots outside ``keep`` in the policy's order alone: what will want to go next."""
+        """Up to ``count`` READY slots, neither referenced nor pinned, outside ``keep`` in the policy's order alone.
+
+        It is what will want to go next.
+        """
         out = bytearray(self._held(keep).tobytes())
         count = min(count, self.ready - out.count(1))
         entries = self._policy.victims(count, _Out(self._slot_of, out), now) if count > 0 else []
@@ -351,9 +379,15 @@ class BlockPool:
                     break
         return found
 
+    def _in_use(self, entry: Address) -> bool:
+        """Whether it is resident, and referenced or pinned."""
+        slot = self._slot_of.get(entry)
+        return slot is not None and bool(self._refs[slot] or self.pinned[slot])
+
     def _held(self, keep: Marks) -> BoolArray:
-        """READY slots that are referenced or in ``keep``."""
+        """READY slots that are referenced, pinned or in ``keep``."""
         held: BoolArray = self._refs > 0
+        held |= np.frombuffer(self.pinned, np.uint8) != 0
         if keep is not None:
             held |= np.frombuffer(keep, np.uint8) != 0
         held &= self._state == READY
@@ -364,7 +398,7 @@ class BlockPool:
 
         Linear in the pool, whatever its tree.
         """
-        if keep is None and not self._referenced:
+        if keep is None and not self._referenced and 1 not in self.pinned:
             return bytearray(self.capacity), 0
         held = self._held(keep)
         stuck = bytearray(held.tobytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Container
 
 import pytest
 
@@ -309,6 +310,37 @@ def test_a_chain_that_is_committed_at_once_is_one_committed_tail_first(seed: int
                 pool.retire(gone, evicted=False)
                 pool.release([gone], now)
     assert at_once.victims(at_once.ready, 20.0) == one_by_one.victims(one_by_one.ready, 20.0)
+
+
+@pytest.mark.parametrize("by", ["references", "pins"])
+def test_what_is_held_for_long_is_not_passed_by_every_eviction(by: str) -> None:
+    looked_at: list[int] = []
+
+    class Counted(LruPolicy):
+        def victims(self, count: int, protected: Container[Address], now: float) -> list[Address] | None:
+            looked_at.append(0)
+
+            class Seen(Container[Address]):
+                def __contains__(self, one: object) -> bool:
+                    looked_at[-1] += 1
+                    return one in protected
+
+            return super().victims(count, Seen(), now)
+
+    pool = BlockPool(300, Counted(300))
+    held = put(pool, names("held", 100))
+    put(pool, names("cold", 200))
+    if by == "references":
+        pool.acquire(held)
+    else:
+        for slot in held:
+            pool.pinned[slot] = 1
+    for round_ in range(5):
+        assert pool.evict(10, 1.0) == names("cold", 200 - 10 * round_)[-1:-11:-1]
+        put(pool, names(f"new{round_}x", 10))
+    assert looked_at[0] == 110
+    assert sum(looked_at[1:]) == 40
+    assert pool.resident(names("held", 100)) == held
 
 
 def test_what_is_evicted_is_named_and_its_slots_are_free() -> None:

@@ -69,6 +69,10 @@ class EvictionPolicy(ABC):
         for entry in entries:
             self.refresh(entry, now)
 
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        """A search for victims came across these, in this order, and they are in use: the next one is to begin behind them."""
+        self.refresh_all(entries, now)
+
     @abstractmethod
     def remove(self, entry: Address, *, evicted: bool) -> None:
         """A resident entry has gone: evicted as a victim (a ghost may stay), or dropped (none may)."""

@@ -90,6 +90,10 @@ class AdaptivePolicy(EvictionPolicy):
         for shadow in self._shadows:
             shadow.refresh_all(entries, now)
 
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        for policy in self._live:
+            policy.pass_over(entries, now)
+
     def remove(self, entry: Address, *, evicted: bool) -> None:
         for policy in self._live:
             policy.remove(entry, evicted=evicted)

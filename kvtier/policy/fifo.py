@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import islice
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
@@ -22,6 +22,10 @@ class FifoPolicy(EvictionPolicy):
 
     def touch(self, entry: Address, now: float) -> None:
         pass
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        for entry in entries:
+            self._order.move_to_end(entry)
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         del self._order[entry]

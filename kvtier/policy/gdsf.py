@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.key import Address
@@ -30,6 +30,10 @@ class GdsfPolicy(EvictionPolicy):
     def touch(self, entry: Address, now: float) -> None:
         uses, worth = self._uses[entry]
         self._stand(entry, uses + 1, worth)
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        for entry in entries:
+            self._stand(entry, *self._uses[entry])
 
     def _stand(self, entry: Address, uses: int, worth: float) -> None:
         self._uses[entry] = (uses, worth)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import islice
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
@@ -45,6 +45,13 @@ class LfuPolicy(EvictionPolicy):
         time, score = self._references / self._half_life, self._score[entry]
         self._out(entry, score)
         self._put(entry, time + math.log2(1.0 + 2.0 ** (score - time)))
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        time = self._references / self._half_life
+        for entry in entries:
+            score = self._score[entry]
+            self._out(entry, score)
+            self._put(entry, max(score, time))  # as if used just now, and never before
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         self._out(entry, self._score.pop(entry))

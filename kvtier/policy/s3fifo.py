@@ -52,6 +52,11 @@ class S3FifoPolicy(PlannedPolicy):
             if uses < MOST_USES:
                 queue[entry] = uses + 1
 
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        self._forget_plan()
+        for entry in entries:
+            (self._small if entry in self._small else self._main).move_to_end(entry)
+
     def _move(self, entry: Address) -> None:
         uses = self._small.pop(entry, None)
         if uses is not None:

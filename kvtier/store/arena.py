@@ -49,7 +49,7 @@ class Arena:
         """Per slot a bit per lower tier that is still to be offered, or is being written."""
         self.below = bytearray(medium.slots)
         """Per slot a bit per lower tier that took it."""
-        self.pins = Pins(medium.slots)
+        self.pins = Pins(self.pool)
         self.priorities: dict[Slot, int] = {}
         """Of blocks that have another than 0: tiers below are told."""
         self._quarantined: list[Slot] = []
@@ -64,8 +64,7 @@ class Arena:
     def take(self, count: int, now: float) -> tuple[list[Slot], list[Gone]]:
         """Up to ``count`` WRITING slots: free ones, or those of clean victims. Never waits for a demotion."""
         self.pins.expire(now)
-        keep = self.pins.over(self.owed)
-        victims = self.pool.victims(max(0, count - self.pool.free), now, keep, fewer=True) or []
+        victims = self.pool.victims(max(0, count - self.pool.free), now, self.owed, fewer=True) or []
         gone = [self.drop(slot, evicted=True) for slot in victims]
         self.pool.release(victims, now)
         allocation = self.pool.allocate(min(count, self.pool.free), now, evict=False)
@@ -74,7 +73,7 @@ class Arena:
 
     def has_room(self, count: int) -> bool:
         """Whether ``take`` would give ``count`` slots."""
-        return count <= self.pool.free or count <= self.pool.room(self.pins.over(self.owed))
+        return count <= self.pool.free or count <= self.pool.room(self.owed)
 
     def coldest_owing(self, count: int, now: float) -> list[Slot]:
         """Up to ``count`` slots that some lower tier is still to be offered, in the order in which they will want to go."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.key import Address
@@ -53,6 +53,20 @@ def reachable(root: object) -> Iterator[object]:
         seen.add(id(one))
         yield one
         todo += gc.get_referents(one)
+
+
+class _Asked(Container[Address]):
+    """Protects some, and knows which of them it has been asked for."""
+
+    def __init__(self, held: Iterable[Address]) -> None:
+        self._held = frozenset(held)
+        self.passed: list[Address] = []
+
+    def __contains__(self, one: object) -> bool:
+        if one not in self._held:
+            return False
+        self.passed.append(one)  # type: ignore[arg-type]  # a policy asks of its entries
+        return True
 
 
 class PolicySuite:
@@ -144,6 +158,19 @@ class PolicySuite:
                 (one_by_one.touch if now % 3 else one_by_one.refresh)(one, now)
             everything = one_by_one.victims(16, frozenset(), now)
             assert at_once.victims(16, frozenset(), now) == everything, f"another order at {now}"
+
+    def test_what_a_search_has_passed_over_is_behind_the_next_one(self) -> None:
+        policy, held = self.make(128), [entry(number) for number in range(64)]
+        for number in range(128):
+            policy.insert(entry(number), EntryMeta(nbytes=4096), 0.0)
+        asked = _Asked(held)
+        for turn in range(1, 9):
+            policy.pass_over(list(dict.fromkeys(asked.passed)), float(turn))
+            asked.passed.clear()
+            for gone in policy.victims(1, asked, float(turn)) or ():
+                policy.remove(gone, evicted=True)
+            policy.insert(entry(128 + turn), EntryMeta(nbytes=4096), float(turn))
+        assert len(asked.passed) < 8, f"{len(asked.passed)} of {len(held)} are passed by each search"
 
     def test_what_is_protected_is_asked_of_the_container_only(self) -> None:
         """A pool protects by a rule, not by a set: the container may have no length and cannot be gone through."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from kvtier.pool import Slot
+from kvtier.pool import BlockPool, Slot
 
 PIN_SHARE = 0.25
 """Share of a tier's slots that pins may take. With the half that leases may take, room is left for what is saved."""
@@ -18,10 +16,10 @@ EXPIRY_SECONDS = 1.0
 class Pins:
     """The pinned slots of one pool. Called under its owner's lock; a slot that loses its block is to be dropped here."""
 
-    def __init__(self, slots: int) -> None:
-        self._most = int(slots * PIN_SHARE)
+    def __init__(self, pool: BlockPool) -> None:
+        self._most = int(pool.capacity * PIN_SHARE)
         self._until: dict[Slot, float] = {}
-        self._marks = bytearray(slots)
+        self._marks = pool.pinned
         self._due = math.inf
 
     def __len__(self) -> int:
@@ -58,14 +56,6 @@ class Pins:
             self.drop(slot)
         left = min(self._until.values(), default=math.inf)
         self._due = max(left, now + EXPIRY_SECONDS)
-
-    def over(self, marks: bytearray | None = None) -> bytearray | None:
-        """``marks`` and those of pinned slots, for a pool that is to keep both."""
-        if not self._until:
-            return marks
-        if marks is None:
-            return self._marks
-        return bytearray((np.frombuffer(marks, np.uint8) | np.frombuffer(self._marks, np.uint8)).tobytes())
 
     def check(self) -> list[str]:
         """Disagreements between the pins and their marks, in words."""

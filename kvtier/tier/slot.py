@@ -55,7 +55,7 @@ class SlotTier(LowerTier):
         super().__init__(name, options, medium, codec, workers, metrics, lock, clock, medium.slots)
         self._slots = medium
         self.pool = BlockPool(medium.slots, policy)
-        self._pins = Pins(medium.slots)
+        self._pins = Pins(self.pool)
         self._used: dict[Slot, float] = {}
         self._leaving: list[Slot] = []
         """Out of the index, and free as soon as the journal has deleted their rows."""
@@ -247,7 +247,7 @@ class SlotTier(LowerTier):
         with self._lock:
             now = self._clock()
             self._pins.expire(now)
-            victims = self.pool.victims(max(0, count - self.pool.free), now, self._pins.over(), fewer=True) or []
+            victims = self.pool.victims(max(0, count - self.pool.free), now, fewer=True) or []
             self.lost_room([self._retire(slot, evicted=True) for slot in victims])
             self._leaving += victims
             leaving = bool(self._leaving)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 from kvtier.abc.policy import EntryMeta, EvictionPolicy
 from kvtier.key import Address
@@ -36,6 +36,11 @@ class Fifo(Ordered):
 
     def touch(self, entry: Address, now: float) -> None:
         pass
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        for entry in entries:
+            self.entries.remove(entry)
+            self.entries.append(entry)
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         self.entries.remove(entry)
@@ -86,24 +91,37 @@ class Lfu(Ordered):
         self.half_life = lfu.HALF_LIFE * capacity
         self.references = 0
         self.uses: dict[Address, list[int]] = {}
+        self.latest: list[Address] = []
 
     def insert(self, entry: Address, meta: EntryMeta, now: float) -> None:
         self.references += 1
         self.uses[entry] = [self.references]
+        self.latest.append(entry)
 
     def touch(self, entry: Address, now: float) -> None:
         self.references += 1
         self.uses[entry].append(self.references)
+        self.latest.remove(entry)
+        self.latest.append(entry)
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        for entry in entries:
+            if self.count(entry) < 1.0:
+                self.uses[entry] = [self.references]
+            self.latest.remove(entry)
+            self.latest.append(entry)
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         del self.uses[entry]
+        self.latest.remove(entry)
+
+    def count(self, entry: Address) -> float:
+        return float(sum(2.0 ** ((at - self.references) / self.half_life) for at in self.uses[entry]))
 
     def order(self, now: float) -> list[Address]:
         def rank(entry: Address) -> tuple[int, int]:
-            used = self.uses[entry]
-            count = sum(2.0 ** ((at - self.references) / self.half_life) for at in used)
-            score = lfu.STEPS * (math.log2(count) + self.references / self.half_life)
-            return math.floor(round(score, 9)), used[-1]  # a use on a bucket's edge is in the bucket
+            score = lfu.STEPS * (math.log2(self.count(entry)) + self.references / self.half_life)
+            return math.floor(round(score, 9)), self.latest.index(entry)  # a use on a bucket's edge is in the bucket
 
         return sorted(self.uses, key=rank)
 
@@ -123,6 +141,12 @@ class Gdsf(Ordered):
         self.turn += 1
         _, _, uses, worth = self.known[entry]
         self.known[entry] = (self.age + (uses + 1) * worth, self.turn, uses + 1, worth)
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        for entry in entries:
+            self.turn += 1
+            _, _, uses, worth = self.known[entry]
+            self.known[entry] = (self.age + uses * worth, self.turn, uses, worth)
 
     def remove(self, entry: Address, *, evicted: bool) -> None:
         value = self.known.pop(entry)[0]
@@ -325,6 +349,13 @@ class S3Fifo(Stepwise):
     def touch(self, entry: Address, now: float) -> None:
         self.named = {}
         self.uses[entry] = min(s3fifo.MOST_USES, self.uses[entry] + 1)
+
+    def pass_over(self, entries: Sequence[Address], now: float) -> None:
+        self.named = {}
+        for entry in entries:
+            queue = self.main if entry in self.main else self.small
+            queue.remove(entry)
+            queue.append(entry)
 
     def drop(self, entry: Address, *, evicted: bool) -> None:
         if entry in self.main:

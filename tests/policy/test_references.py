@@ -42,6 +42,11 @@ class Pair:
         for each in self.both:
             each.refresh(one, now)
 
+    def pass_over(self, now: float) -> None:
+        passed = self.rng.sample(self.resident, self.rng.randrange(len(self.resident) + 1))
+        for each in self.both:
+            each.pass_over(passed, now)
+
     def remove(self, one: Address, *, evicted: bool) -> None:
         for each in self.both:
             each.remove(one, evicted=evicted)
@@ -76,6 +81,8 @@ def test_a_policy_names_what_its_reference_names(name: str, capacity: int) -> No
             pair.remove(one, evicted=False)
         elif one in pair.resident and draw < 0.3:
             pair.refresh(one, now)
+        elif one in pair.resident and draw < 0.4:
+            pair.pass_over(now)
         elif one in pair.resident:
             pair.touch(one, now)
         else:

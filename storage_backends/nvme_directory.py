@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -97,5 +98,10 @@ def taken(directory: Path, advice: str = SHARE) -> int:
 
 
 def held_bytes(directory: Path) -> int:
-    """What the file system counts in the directory, now."""
-    return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
+    """What the file system counts in the directory, now. A file that goes meanwhile has no bytes."""
+    count = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                count += entry.stat(follow_symlinks=False).st_blocks * 512
+    return count

@@ -232,8 +232,10 @@ def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memo
     long = [wait for due, wait in zip(listed, played.waits, strict=True) if due.long and wait is not None]
     recomputed = sum(stats.recomputed_tokens for stats in played.stats)
     demoted = sum(stats.demoted_tokens for stats in played.stats)
+    loads = sum(stats.preemptions for stats in played.stats if stats.demoted_tokens)
     metrics = assembly.metrics
     prefill = metrics.value("kvtier_gate_prefill_token_seconds")
+    t0 = metrics.value("kvtier_gate_t0_seconds", tier="dram")
     bandwidth = metrics.value("kvtier_gate_bandwidth_bytes", tier="dram")
     token_bytes = assembly.engine.identity.layout.bytes_per_token
     return {
@@ -247,9 +249,10 @@ def _figures(assembly: Assembly, listed: Sequence[Arrival], played: Played, memo
         "preemptions": sum(stats.preemptions for stats in played.stats),
         "recomputed_tokens": recomputed,
         "demoted_tokens": demoted,
-        # Both by what the gate has fitted in this run, so that neither has another's wait in it.
+        # Both by what the gate has fitted in this run, so that neither has another's wait in it. Blocks are saved as they
+        # fill, whoever gives way later: what demotion adds is a load each time.
         "recompute_s": recomputed * prefill if prefill else None,
-        "demotion_s": demoted * token_bytes / bandwidth if bandwidth else None,
+        "demotion_s": loads * t0 + demoted * token_bytes / bandwidth if bandwidth else None,
     }
 
 

@@ -276,7 +276,9 @@ def test_each_idea_turns_off_what_it_names(tiny: Path) -> None:
 
 
 def test_what_giving_way_costs_is_by_the_gates_fits() -> None:
-    fits = {"kvtier_gate_prefill_token_seconds": 0.5, "kvtier_gate_bandwidth_bytes": 1000.0}
+    fits = {
+        "kvtier_gate_prefill_token_seconds": 0.5, "kvtier_gate_bandwidth_bytes": 1000.0, "kvtier_gate_t0_seconds": 0.25,
+    }  # fmt: skip
     identity = SimpleNamespace(layout=SimpleNamespace(bytes_per_token=100))
     assembly: Any = SimpleNamespace(
         metrics=SimpleNamespace(value=lambda name, **_: fits[name]), engine=SimpleNamespace(identity=identity)
@@ -291,7 +293,7 @@ def test_what_giving_way_costs_is_by_the_gates_fits() -> None:
     assert _figures(assembly, listed, played, memory) == {
         "kv_share": 0.75, "tokens_per_s": 4.0, "hit_rate": 0.25, "itl_p99_s": 0.2, "ttft_p50_s": 3.5,
         "long_ttft_p50_s": 6.0, "failed": 0, "preemptions": 3, "recomputed_tokens": 6, "demoted_tokens": 20,
-        "recompute_s": 3.0, "demotion_s": 2.0,
+        "recompute_s": 3.0, "demotion_s": 2 * 0.25 + 2.0,
     }  # fmt: skip
 
 

@@ -7,16 +7,16 @@ KvtierError
 |-- RequestError           one request's fault: HTTP 400
 |-- MediumError            a medium failed; inside the store this is a miss, never an exception for the engine
 |   |-- MediumUnavailable  it does not answer (degraded; it may come back)
-|   |-- MediumRefused      it answers and refuses (wrong password, plain text to a TLS port, out of memory)
-|   `-- MediumFull         it has no room left
+|   |-- MediumRefused      it answers and refuses (wrong password, plain text to a TLS port)
+|   `-- MediumFull         it has no disk, memory or budget left
 |-- NotEncodable           a block that a lossy codec cannot keep: it is not saved
 `-- CorruptFrame           bytes that are not what their header, their key or their sum says
 """
 
 
-def one_line(text: object, most: int = 200) -> str:
+def one_line(text: object) -> str:
     """What somebody else has said, for an error's message: on one line, not too long, nothing that moves a cursor."""
-    return "".join(each for each in " ".join(str(text).split()) if each.isprintable())[:most]
+    return "".join(each for each in " ".join(str(text).split()) if each.isprintable())[:200]
 
 
 class KvtierError(Exception):
@@ -48,7 +48,7 @@ class MediumUnavailable(MediumError):
 
 
 class MediumRefused(MediumError):
-    """The medium answers and refuses: credentials, TLS, memory."""
+    """The medium answers and refuses: credentials, TLS, rights."""
 
 
 class MediumFull(MediumError):

@@ -101,15 +101,14 @@ class NvmeJournal(Journal):
     Thread-safe. ``fresh`` says that there was no usable database: whoever opens it fills it from the header pages.
     """
 
-    def __init__(self, path: Path, stride: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, stride: int) -> None:
         self.at: Callable[[str], None] = nowhere
         self._path = path
         self._stride = stride
-        self._clock = clock
         self._lock = threading.Lock()
         self._copying = threading.Lock()
         self._touched: dict[int, float] = {}
-        self._flushed = clock()
+        self._flushed = time.monotonic()
         self._origins: dict[_Origin, int] | None = None
         """Numbers of the origins that the table has; None: to be read again."""
         self._epochs_copy = path.with_name(EPOCHS_COPY)
@@ -211,13 +210,13 @@ class NvmeJournal(Journal):
     def touch(self, used: Iterable[tuple[int, float]]) -> None:
         with self._lock:
             self._touched.update(used)
-            due = self._clock() - self._flushed >= _FLUSH_SECONDS
+            due = time.monotonic() - self._flushed >= _FLUSH_SECONDS
         if due:
             self.flush()
 
     def flush(self) -> None:
         """Write the recency that has been noted so far."""
-        self._flushed = self._clock()
+        self._flushed = time.monotonic()
         with self._lock:
             touched, self._touched = self._touched, {}
         rows = ((when, self._stride, slot) for slot, when in touched.items())

@@ -20,9 +20,9 @@ def redis_url(environ: Mapping[str, str] | None = None) -> TierUrl | None:
     return TierUrl.parse(text) if text else None
 
 
-def environment_secret(variable: str, environ: Mapping[str, str] | None = None) -> bytes:
+def environment_secret(variable: str) -> bytes:
     """A secret that stands in a variable which a flag names. Raises ``ConfigError`` where it is not set."""
-    text = (os.environ if environ is None else environ).get(variable)
+    text = os.environ.get(variable)
     if text is None:
         raise ConfigError(f"environment: {variable} is not set")
     return text.encode()
@@ -38,10 +38,9 @@ class ApiAccess:
     """Certificates that the server's is trusted by; None: the system's."""
 
 
-def api_access(environ: Mapping[str, str] | None = None) -> ApiAccess:
+def api_access() -> ApiAccess:
     """``KVTIER_API_KEY`` and ``KVTIER_CA_FILE``, each where it is set."""
-    environ = os.environ if environ is None else environ
-    return ApiAccess(environ.get(PREFIX + "API_KEY") or None, environ.get(PREFIX + "CA_FILE") or None)
+    return ApiAccess(os.environ.get(PREFIX + "API_KEY") or None, os.environ.get(PREFIX + "CA_FILE") or None)
 
 
 def requires_all(environ: Mapping[str, str] | None = None) -> bool:

@@ -63,10 +63,9 @@ class Copies:
         promoter: Promoter,
         *,
         verify: Verify,
-        seed: int,
         copier: Executor | None,
     ) -> None:
-        """``seed`` draws the loads whose content is proven where ``verify`` is ``sample``; ``copier`` helps with the copies."""
+        """``copier`` helps with the copies."""
         self._geometry = parts.geometry
         self._arena = parts.arena
         self._dram = parts.dram
@@ -79,7 +78,7 @@ class Copies:
         self._clearing = clearing
         self._promoter = promoter
         self._always = verify is Verify.ALWAYS
-        self._random = random.Random(seed)  # noqa: S311 - draws samples, guards nothing
+        self._random = random.Random(0)  # noqa: S311 - draws the loads that are proven, guards nothing
         self._copier = copier
         self._saving: dict[Address, Slot] = {}
         self._hinted: dict[Address, Hints] = {}

@@ -61,7 +61,6 @@ class TieredStore(Store):
         *,
         verify: Verify = Verify.SAMPLE,
         deadline: float = 2.0,
-        seed: int = 0,
         keeper: bool = True,
         copier: Executor | None = None,
     ) -> None:
@@ -84,9 +83,7 @@ class TieredStore(Store):
         self._clearing = Clearing(parts, self._demoter)
         self._notice = Notice(parts.identity, parts.tiers)
         self._promoter = Promoter(parts, self._demoter, self._clearing, self._notice, deadline)
-        self._copies = Copies(
-            parts, self._demoter, self._clearing, self._promoter, verify=verify, seed=seed, copier=copier
-        )
+        self._copies = Copies(parts, self._demoter, self._clearing, self._promoter, verify=verify, copier=copier)
         self._prefetches = 0
         self._recency_due = self._clock() + RECENCY_SECONDS
         self._closed = threading.Event()

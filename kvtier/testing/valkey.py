@@ -129,7 +129,6 @@ def start_valkey(
     policy: str = "noeviction",
     password: str | None = None,
     port: int = 0,
-    arguments: tuple[str, ...] = (),
 ) -> ValkeyServer:
     """Start a server whose socket and log are in ``directory`` (made if missing). Keeps nothing on disk.
 
@@ -153,6 +152,6 @@ def start_valkey(
     for name, value in options.items():
         command += [f"--{name}", value]
     user = "" if password is None else f"?password={quote(password, safe='')}"
-    server = ValkeyServer(directory, f"redis+unix://{quote(str(path))}{user}", path, [*command, *arguments])
+    server = ValkeyServer(directory, f"redis+unix://{quote(str(path))}{user}", path, command)
     server.start()
     return server

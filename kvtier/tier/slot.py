@@ -190,7 +190,7 @@ class SlotTier(LowerTier):
             new = [index for index, parcel in enumerate(parcels) if not self.holds(parcel.address)]
         slots = self._make_room(len(new))
         for index in new[len(slots) :]:
-            outcomes[index] = Outcome(Status.FAILED, 0, "no slot that may be evicted")
+            outcomes[index] = Outcome(Status.FULL, 0, "no slot that may be evicted")
         kept: list[tuple[Slot, Parcel]] = []
         try:
             chosen = [parcels[index] for index in new[: len(slots)]]

@@ -336,11 +336,14 @@ class BlockPool:
 
         It is what will want to go next.
         """
-        out = bytearray(self._held(keep).tobytes())
-        count = min(count, self.ready - out.count(1))
-        entries = self._policy.victims(count, _Out(self._slot_of, out), now) if count > 0 else []
+        held = self._held(keep)
+        passed = int(np.count_nonzero(held))
+        count = min(count, self.ready - passed)
+        # Most that are held are cold. Among so many there are enough others; which, an array says sooner than a container.
+        entries = self._policy.victims(count + passed, (), now) if count > 0 else []
         assert entries is not None, "the policy knows every entry"
-        return [self._slot_of[entry] for entry in entries]
+        slots = np.fromiter(map(self._slot_of.__getitem__, entries), np.intp, len(entries))
+        return list(map(Slot, slots[~held[slots]][:count].tolist()))
 
     def retire(self, slot: Slot, *, evicted: bool) -> Address:
         """Take a READY slot's entry off the map at once; the slot is RETIRING, with one reference more, until released."""

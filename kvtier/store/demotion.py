@@ -22,6 +22,8 @@ from kvtier.transfer.workers import Urgency
 
 BATCH_BYTES = 32 << 20
 """Bytes of one write to a lower tier: one fdatasync and one index transaction stand for all of them."""
+MOST_OFFERED = 512
+"""Blocks offered at once beyond the low mark of the reserve: some milliseconds under the store's lock. The next call goes on."""
 
 
 class Outbox:
@@ -184,7 +186,8 @@ class Demoter:
             reserve = 0
         coming = sum(len(outbox.slots) for outbox in self.outboxes.values())
         if reserve < self._low and reserve + coming < self._high:
-            for slot in self._arena.coldest_owing(self._high - reserve - coming, self._clock()):
+            most = max(MOST_OFFERED, self._low - reserve - coming)
+            for slot in self._arena.coldest_owing(min(most, self._high - reserve - coming), self._clock()):
                 self._offer_back(slot)
 
     def flush(self) -> int:

@@ -11,7 +11,9 @@ from kvtier.abc.store import Found, Hints, Reason, SlotRange
 from kvtier.config import WriteMode
 from kvtier.errors import MediumFull
 from kvtier.key import Address
+from kvtier.pool import Slot
 from kvtier.storage_backends.memory import MemoryMedium
+from kvtier.store import demotion
 from kvtier.testing.faults import Faulty, wrapped
 
 from .builders import chain, make_bench, span
@@ -126,6 +128,24 @@ def test_back_is_written_when_the_slot_is_wanted_and_at_drain(tmp_path: Path) ->
         assert bench.turn(), "what is not drained yet is queued"
     assert nvme.bytes_written > before
     assert bench.arena.owing_count == 0
+    bench.idle()
+
+
+def test_the_reserve_is_restored_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once is done under the store's lock, which a scheduler waits for."""
+    monkeypatch.setattr(demotion, "MOST_OFFERED", 3)
+    bench = make_bench(dram=64, nvme=tmp_path / "n", nvme_write=WriteMode.BACK)
+    offered, coldest = [], bench.arena.coldest_owing
+
+    def noted(count: int, now: float) -> list[Slot]:
+        offered.append(count)
+        return coldest(count, now)
+
+    monkeypatch.setattr(bench.arena, "coldest_owing", noted)
+    for number in range(16):
+        assert all(outcome.done for outcome in bench.save(chain(number, 8)).result(0)), "there is room all the same"
+    assert max(offered) <= 8, "what came in, but for the mark itself"
+    assert len(offered) > 8
     bench.idle()
 
 

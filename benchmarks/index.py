@@ -27,7 +27,7 @@ from typing import TypedDict
 from kvtier.abc.store import NO_HINTS, Hints, SlotRange
 from kvtier.config import StoreSettings
 from kvtier.key import Span
-from kvtier.machine import resident_bytes
+from kvtier.machine import resident_bytes, use_few_heaps
 from kvtier.metrics import Metrics
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
@@ -236,6 +236,7 @@ def main() -> int:
     parser.add_argument("--entries", type=int, default=43_700, help="default: just after the hash tables have grown")
     parser.add_argument("--lookups", type=int, default=1_000_000)
     args = parser.parse_args()
+    use_few_heaps()  # as the `kvtier` command does
     print(f"seed {args.seed}, {platform.machine()}, Python {platform.python_version()}")
     rows: list[Entries] = []
     for count in (DRAM_BLOCKS, args.entries):  # first a few: what a process needs once is no entry's

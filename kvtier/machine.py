@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,11 @@ from pathlib import Path
 
 from kvtier.errors import CapacityError
 from kvtier.quantity import Bytes, rounded_bytes
+
+HEAPS = 2
+"""Of the C library, for all threads of a process of ours: most of what they allocate is Python's, one at a time."""
+_M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +102,14 @@ def require_memory(asked: int, what: str) -> None:
 def resident_bytes() -> int:
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def use_few_heaps() -> None:
+    """Let glibc keep `HEAPS` heaps from now on, unless ``MALLOC_ARENA_MAX`` says something else.
+
+    By default each thread has one of its own, up to eight per core, and each grows to the most that its thread ever held at
+    once. To be called before threads are started; does nothing with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        mallopt(_M_ARENA_MAX, HEAPS)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from kvtier.machine import available_memory
 
@@ -48,3 +53,35 @@ def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
 
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
     assert available_memory(tmp_path).nbytes == 1 << 30
+
+
+HEAPS = """
+import ctypes, sys, threading
+from kvtier.machine import use_few_heaps
+use_few_heaps()
+held, go = [], threading.Barrier(9)
+def hold():
+    held.append(bytes(4096))
+    go.wait()
+threads = [threading.Thread(target=hold) for _ in range(8)]
+for thread in threads:
+    thread.start()
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+out = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, out)
+libc.fclose(out)
+go.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heaps")
+@pytest.mark.parametrize(("asked", "heaps"), [(None, range(2, 3)), ("64", range(4, 10))])
+def test_threads_share_two_heaps_unless_someone_said_otherwise(asked: str | None, heaps: range, tmp_path: Path) -> None:
+    """Each thread's own grows to the most it ever held: a server of a dozen threads grows for hours."""
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    if asked is not None:
+        environment["MALLOC_ARENA_MAX"] = asked
+    out = tmp_path / "heaps.xml"
+    subprocess.run([sys.executable, "-c", HEAPS, str(out)], env=environment, check=True, timeout=60)
+    assert out.read_text().count("<heap nr=") in heaps

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import NoReturn, Protocol, cast
 
 from kvtier.errors import KvtierError
+from kvtier.machine import use_few_heaps
 from kvtier.params import nearest
 
 COMMANDS = {
@@ -114,6 +115,7 @@ def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``kvtier`` script; returns the exit code."""
     try:
+        use_few_heaps()
         command, args = _parse(sys.argv[1:] if argv is None else argv)
         return command.run(args)
     except KvtierError as fault:

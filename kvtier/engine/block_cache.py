@@ -5,7 +5,8 @@ Everything here is called under the engine's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.abc.policy import EntryMeta
 from kvtier.engine.sequence import Sequence as TokenSequence
@@ -104,6 +105,21 @@ class BlockCache:
         for slot in self.pool.resident(addresses):
             self.pool.retire(slot, evicted=False)
             self.pool.release([slot], self._clock())
+
+    def check(self, sequences: Iterable[TokenSequence], others: Iterable[Slot]) -> list[str]:
+        """Disagreements between pool and block tables, in words; ``others``: slots held by who is no sequence."""
+        found = self.pool.check()
+        held = Counter(others)
+        for sequence in sequences:
+            held.update(sequence.slots)
+            least, most = self.blocks(sequence.computed), self.blocks(len(sequence.tokens))
+            if sequence.slots and not least <= len(sequence.slots) <= most:
+                found.append(f"{sequence.id} has {len(sequence.slots)} slots and needs from {least} to {most}")
+        for slot in map(Slot, range(self.pool.capacity)):
+            counted = self.pool.references(slot)
+            if counted != held[slot]:
+                found.append(f"slot {slot} is counted {counted} times and held {held[slot]} times")
+        return found
 
     def reset(self) -> int:
         """Drop every block that nobody holds; returns how many."""

@@ -160,7 +160,12 @@ class Engine:
 
     def add_request(self, request: Request) -> RequestStats:
         """Queue a request. Any thread; never waits for a step. Raises `RequestError` for what can never be served."""
-        self.check(request)
+        request.check(
+            vocab=self.vocab,
+            max_length=self.max_length,
+            sequences=self.config.limits.sequences,
+            spells=self.tokenizer is not None,
+        )
         stats = RequestStats(len(request.prompt), self._clock())
         sampling = request.sampling
         scope = Scope(tenant=request.tenant, salt=request.salt)
@@ -301,43 +306,11 @@ class Engine:
     def check_integrity(self) -> list[str]:
         """Disagreements between pool, block tables and saves under way, in words. Between steps only."""
         with self.lock:
-            found = self.pool.check()
-            expected: collections.Counter[int] = collections.Counter([*self._exchange.held_slots(), *self._own_slots()])
-            for sequence in self.sequences():
-                expected.update(sequence.slots)
-                least, most = self._cache.blocks(sequence.computed), self._cache.blocks(len(sequence.tokens))
-                if sequence.slots and not least <= len(sequence.slots) <= most:
-                    found.append(f"{sequence.id} has {len(sequence.slots)} slots and needs from {least} to {most}")
-            for slot in range(self.pool.capacity):
-                counted = self.pool.references(slot)  # type: ignore[arg-type]  # every number below capacity is a slot
-                if counted != expected[slot]:
-                    found.append(f"slot {slot} is counted {counted} times and held {expected[slot]} times")
+            found = self._cache.check(self.sequences(), [*self._exchange.held_slots(), *self._own_slots()])
             busy = self.pool.writing + self.pool.retiring - len(self._own_slots())
             if not self._groups and busy and not self._exchange.held:
                 found.append(f"idle, and {self.pool.writing} slots are in writing, {self.pool.retiring} retiring")
         return found
-
-    def check(self, request: Request) -> None:
-        """Raise `RequestError` for what this engine can never serve. Any thread."""
-        prompt, sampling = request.prompt, request.sampling
-        if not prompt:
-            raise RequestError("the prompt is empty: it needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._model.config.vocab:
-            raise RequestError(f"token ids must be from 0 to {self._model.config.vocab - 1}")
-        if len(prompt) >= self.max_length:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; this engine holds {self.max_length} per sequence "
-                f"(max_model_len, hbm_blocks), and at least one must be left to generate"
-            )
-        if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > self.max_length:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and max_tokens of {sampling.max_tokens} are more than the "
-                f"{self.max_length} that this engine holds per sequence"
-            )
-        if sampling.n > self.config.limits.sequences:
-            raise RequestError(f"n must be at most {self.config.limits.sequences} here, got {sampling.n}")
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
 
     def _own_slots(self) -> list[Slot]:
         """Slots that belong to no sequence and no save."""

@@ -10,6 +10,7 @@ import torch
 
 from kvtier.abc.store import NO_HINTS, Hints
 from kvtier.engine.sampler import Logprob, SamplingParams
+from kvtier.errors import RequestError
 
 
 class FinishReason(enum.Enum):
@@ -42,6 +43,32 @@ class Request:
     """What is asked of the tiers below HBM for this request's blocks."""
     capture_logits: bool = False
     """Keep the logits that the first token was chosen from, for exactness checks."""
+
+    def check(self, *, vocab: int, max_length: int, sequences: int, spells: bool) -> None:
+        """Raise `RequestError` for what an engine can never serve.
+
+        Its token ids are below ``vocab``, its sequences of at most ``max_length`` tokens, ``sequences`` of them at a time;
+        ``spells``: it has a tokenizer.
+        """
+        prompt, sampling = self.prompt, self.sampling
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise RequestError(f"token ids must be from 0 to {vocab - 1}")
+        if len(prompt) >= max_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; this engine holds {max_length} per sequence "
+                f"(max_model_len, hbm_blocks), and at least one must be left to generate"
+            )
+        if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > max_length:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and max_tokens of {sampling.max_tokens} are more than the "
+                f"{max_length} that this engine holds per sequence"
+            )
+        if sampling.n > sequences:
+            raise RequestError(f"n must be at most {sequences} here, got {sampling.n}")
+        if sampling.stop and not spells:
+            raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class ValkeyServer:
             raise RuntimeError("the Valkey server is stopped")
         return self.process.pid
 
-    def start(self, timeout: float = 10.0) -> None:
+    def start(self, timeout: float = 30.0) -> None:
         """Start, or start again after ``stop`` or ``kill`` (empty then), and wait until it answers."""
         self.socket_path.parent.mkdir(mode=0o700, exist_ok=True)
         self.socket_path.unlink(missing_ok=True)

@@ -319,7 +319,7 @@ class Server:
             return False
         self.url = place[1]
         try:
-            return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=30.0).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -336,7 +336,7 @@ class Server:
         return answer.json()["choices"][0]["text"], usage["prompt_tokens_details"]["cached_tokens"]
 
     def health(self) -> dict[str, object]:
-        answer = httpx.get(f"{self.url}/health", timeout=10.0)
+        answer = httpx.get(f"{self.url}/health", timeout=60.0)
         assert answer.status_code == 200, answer.text
         content: dict[str, object] = answer.json()
         return content
@@ -344,7 +344,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """The present value of a sample; 0 where nothing was recorded."""
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
-        for line in httpx.get(f"{self.url}/metrics", timeout=10.0).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=60.0).text.splitlines():
             found = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
             if found and found[1] == name and wanted <= set((found[2] or "").split(",")):
                 return float(found[3])

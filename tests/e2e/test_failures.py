@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGE = 4096
 STRIDE = TINY_BLOCK_BYTES + PAGE
-BACK_SECONDS = 8.0
-"""Within this a tier that is well again is used again."""
+BACK_SECONDS = 30.0
+"""Within this a tier that is well again is used again, however loaded the machine is."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_redis_is_killed_under_load_and_comes_back_empty(
         house.store.empty("dram")
         expect_right(house, tiny, {12: redis.kill})
         assert house.count("hits", "redis") > 0, "it gave blocks before"
-        until(lambda: house.store.health()["redis"] != "ok", 5.0, "the tier is degraded")
+        until(lambda: house.store.health()["redis"] != "ok", BACK_SECONDS, "the tier is degraded")
         assert "redis: degraded, its blocks are misses until it is back" in caplog.text
         assert house.metrics.value("kvtier_tier_degraded", tier="redis") == 1
         read = house.count("read_bytes", "redis")
@@ -111,7 +111,7 @@ def test_redis_stops_answering_under_load(tiny: Tiny, redis: ValkeyServer) -> No
         house.store.empty("dram")
         stopped = expect_right(house, tiny, {12: redis.pause})
         print(f"{len(tiny.prompts)} requests took {usual:.2f} s, and {stopped:.2f} s while Redis stood still")
-        assert stopped < usual * 3 + 5.0
+        assert stopped < usual * 3 + 10.0
         assert house.store.health()["redis"].startswith("degraded: ")
         redis.resume()
         print(f"used again after {used_again(house, tiny, 'redis'):.1f} s")
@@ -203,7 +203,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     )
     require_machine(done.returncode == 0, f"mount rights for a tmpfs ({done.stderr.strip()})")
     yield place
-    subprocess.run(["umount", str(place)], check=True, timeout=10)
+    subprocess.run(["umount", str(place)], check=True, timeout=60)
 
 
 def test_others_fill_the_disk_under_load(tiny: Tiny, tiny_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +252,7 @@ def test_what_was_committed_to_nvme_is_there_after_kill_9(tiny: Tiny, tmp_path: 
             assert server.complete(prompt, TINY_TOKENS)[0] == text
         least = sum(len(prompt) // 16 for prompt in prompts[1:2])
         until(
-            lambda: server.metric("kvtier_tier_written_blocks_total", tier="nvme") >= least, 20.0, "blocks are written"
+            lambda: server.metric("kvtier_tier_written_blocks_total", tier="nvme") >= least, 60.0, "blocks are written"
         )
         written = server.metric("kvtier_tier_written_blocks_total", tier="nvme")
         server.kill()

@@ -50,7 +50,7 @@ def usage(server: Server, prompt: object, tokens: int = 1, **hints: object) -> d
 
 
 def settle(server: Server) -> None:
-    until(lambda: server.metric("kvtier_tier_queue_depth", tier="dram", kind="save") == 0, 10.0, "saves have ended")
+    until(lambda: server.metric("kvtier_tier_queue_depth", tier="dram", kind="save") == 0, 60.0, "saves have ended")
 
 
 def flood(server: Server, seed: int) -> None:
@@ -74,7 +74,7 @@ def test_a_warm_prompt_outlives_the_traffic_and_its_first_user_hits(server: Serv
     assert ended.returncode == 0, ended.stderr
     tokens = int(ended.stdout.split(": ")[1].split()[0])
     pinned = tokens // BLOCK
-    until(lambda: server.metric("kvtier_tier_pinned_blocks", tier="dram") == pinned, 10.0, "the prompt is pinned")
+    until(lambda: server.metric("kvtier_tier_pinned_blocks", tier="dram") == pinned, 60.0, "the prompt is pinned")
     flood(server, SEED)
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "And you?"}]
     found = usage(server, chat)
@@ -87,7 +87,7 @@ def test_pins_over_their_share_are_counted(server: Server) -> None:
     usage(server, ids(1, 14), pin_seconds=60)
     until(
         lambda: server.metric("kvtier_tier_pins_refused_total", tier="dram") == held + 14 - DRAM // 4,
-        10.0,
+        60.0,
         "what is over the share is counted",
     )
     assert server.metric("kvtier_tier_pinned_blocks", tier="dram") == DRAM // 4
@@ -98,7 +98,7 @@ def test_what_is_not_to_be_stored_is_gone_with_hbm(server: Server) -> None:
     usage(server, ids(2, 4), no_store=True)
     until(
         lambda: server.metric("kvtier_tier_saves_dropped_total", tier="dram", reason="no_store") == before + 4,
-        10.0,
+        60.0,
         "what is not saved is counted",
     )
     flood(server, SEED + 1)
@@ -126,7 +126,7 @@ def test_generated_blocks_are_saved_unless_they_are_not_to_be(server: Server) ->
             lambda before=before, saved=saved: (  # type: ignore[misc]  # of this round
                 server.metric("kvtier_tier_written_blocks_total", tier="dram") == before + saved
             ),
-            10.0,
+            60.0,
             f"{saved} blocks are saved",
         )
 

@@ -98,7 +98,7 @@ def expect_idle(server: Server) -> None:
         ]
         return sum(gauges)
 
-    until(lambda: held() == 0, 20.0, "nothing is leased or queued")
+    until(lambda: held() == 0, 60.0, "nothing is leased or queued")
     assert server.health()["status"] == "ok"
 
 

@@ -131,7 +131,7 @@ def tls(tmp_path: Path) -> Iterator[int]:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
     try:
-        until(listens, 10.0, "the server listens")
+        until(listens, 60.0, "the server listens")
         yield port
     finally:
         process.kill()

@@ -300,8 +300,8 @@ CHILD = """
         verb, *rest = line.split()
         if verb == "save":
             keys = span(int(rest[0]))
-            store.save(keys, filled(EngineMemory(8), keys)).result(10)
-            print(store.drain(10), flush=True)
+            store.save(keys, filled(EngineMemory(8), keys)).result(60)
+            print(store.drain(60), flush=True)
         elif verb == "hits":
             print(matched(int(rest[0])), flush=True)
         elif verb == "clear":
@@ -328,7 +328,7 @@ class Process:
         return self.process.stdout.readline().strip()
 
     def end(self) -> None:
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         assert self.process.returncode == 0
 
 

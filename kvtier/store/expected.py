@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvtier.key import Address
+from kvtier.key import Address, Span
 from kvtier.store.match import TieredMatch
 
 KNOWN_SECONDS = 1.0
@@ -19,13 +19,16 @@ MOST_EXPECTED = 1024
 class Expected:
     """One request. Changed under the store's lock."""
 
+    span: Span
+    start: int
+    """The first block that it lacks in HBM."""
     addresses: Sequence[Address]
-    """What it lacks in HBM."""
+    """Of the span."""
     since: float
     unanswered: set[str]
     """Tiers that have been asked and have not answered."""
     present: dict[str, int] = field(default_factory=dict)
-    """By tier: index into ``addresses`` up to which it has everything."""
+    """By tier: up to which block behind ``start`` it has everything."""
     known: Future[None] = field(default_factory=Future)
     """Done when all have answered."""
     match: TieredMatch | None = None
@@ -42,21 +45,19 @@ class Expectations:
     def __len__(self) -> int:
         return len(self._of)
 
-    def add(self, request_id: str, addresses: Sequence[Address], asked: set[str]) -> Expected | None:
-        """None where there are too many, or where that request is expected already."""
-        if len(self._of) >= MOST_EXPECTED or request_id in self._of:
-            return None
-        return self._of.setdefault(request_id, Expected(addresses, self._clock(), asked))
+    def takes(self, request_id: str) -> bool:
+        """False where there are too many, or where that request is expected already."""
+        return len(self._of) < MOST_EXPECTED and request_id not in self._of
+
+    def add(self, request_id: str, span: Span, start: int, addresses: Sequence[Address], asked: set[str]) -> Expected:
+        return self._of.setdefault(request_id, Expected(span, start, addresses, self._clock(), asked))
 
     def forget(self, request_id: str) -> None:
         self._of.pop(request_id, None)
 
-    def meet(self, match: TieredMatch) -> None:
-        """Give a new match the answers that are there; for the others it waits, as if it had asked itself."""
-        expected = self._of.pop(match.request_id, None)
+    def met(self, request_id: str, span: Span, start: int) -> Expected | None:
+        """What was asked for a request that is matched now, if that still counts and is about the same blocks."""
+        expected = self._of.pop(request_id, None)
         if expected is None or self._clock() - expected.since > KNOWN_SECONDS:
-            return
-        if expected.addresses == match.addresses[match.start :]:
-            match.present.update(expected.present)
-            match.probing = bool(expected.unanswered)
-            expected.match = match
+            return None
+        return expected if expected.start == start and expected.span == span else None

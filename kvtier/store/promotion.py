@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.abc.store import NO_HINTS, BlockFound, Found, Hints, Reason
 from kvtier.cost import DRAM, Run
 from kvtier.key import Address, Span
-from kvtier.pool import SlotArray
+from kvtier.pool import Slot, SlotArray
 from kvtier.store.arrivals import Arrivals, Step
 from kvtier.store.clearing import Clearing
 from kvtier.store.demotion import Demoter
@@ -87,38 +87,42 @@ class Promoter:
         """A new live match, not advanced yet."""
         now = self._clock()
         latest = math.inf if hints.max_wait_ms is None else now + hints.max_wait_ms / 1000
-        addresses = self._geometry.addresses(span)
+        expected = self.expected.met(request_id, span, start)
+        addresses = self._geometry.addresses(span) if expected is None else expected.addresses
         match = TieredMatch(
             self._lock, self.advance, self.release, request_id, span, start, addresses, latest, urgency, hints
         )
         match.wait_until(now + self._deadline)
         self.matches[request_id] = match
-        self.expected.meet(match)
+        if expected is not None:  # for answers that are not there yet it waits, as if it had asked itself
+            match.present.update(expected.present)
+            match.probing = bool(expected.unanswered)
+            expected.match = match
         return match
 
     def expect(self, request_id: str, span: Span, start: int) -> Future[None] | None:
         """Ask the tiers that others share for what no tier of our own has, before the request is matched."""
         shared = [tier for tier in self._tiers if tier.probes and _answers(tier)]
-        if not shared or request_id in self.matches or self._clearing.stale(span.origin):
+        if not shared or request_id in self.matches or not self.expected.takes(request_id):
             return None
-        addresses = self._geometry.addresses(span)[start:]
-        own = [self._arena.pool.find(addresses) != NONE]
-        own += [
-            np.array([place is not None for place in tier.places(addresses)], bool)
-            for tier in self._tiers
-            if not tier.probes and _answers(tier)
-        ]
-        lacking = np.flatnonzero(~np.logical_or.reduce(own))
-        if not len(lacking):
+        if self._clearing.stale(span.origin):
             return None
-        index = int(lacking[0])
-        asked = self.expected.add(request_id, addresses, {tier.name for tier in shared})
-        if asked is None:
+        named = self._geometry.addresses(span)
+        addresses = named[start:]
+        lacking = np.flatnonzero(self._arena.pool.find(addresses) == NONE).tolist()
+        known = self._own_places(addresses) if lacking else []
+        index = next((index for index in lacking if all(places[index] is None for _, places in known)), None)
+        if index is None:
             return None
+        asked = self.expected.add(request_id, span, start, named, {tier.name for tier in shared})
         for tier in shared:
             if not self._ask(tier, addresses[index:], partial(self._told, asked, tier.name, index)):
                 self._told(asked, tier.name, 0, 0)
         return asked.known
+
+    def _own_places(self, addresses: Sequence[Address]) -> list[tuple[LowerTier, list[Slot | None]]]:
+        """Per tier of our own that answers its place of each block; None where it has none."""
+        return [(tier, tier.places(addresses)) for tier in self._tiers if not tier.probes and _answers(tier)]
 
     def _told(self, asked: Expected, name: str, index: int, present: int) -> None:
         """A tier has everything from block ``index`` on for so long."""
@@ -223,7 +227,7 @@ class Promoter:
         if not lacking:
             return Walk(steps, resident, lacking, None)
         answering = [tier for tier in self._tiers if _answers(tier)]
-        known = [(tier, tier.places(addresses)) for tier in answering if not tier.probes]
+        known = self._own_places(addresses)
         shared = [tier for tier in answering if tier.probes]
         for index in lacking:
             address = addresses[index]

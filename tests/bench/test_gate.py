@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.bench.report import Stopped
 from kvtier.config import GateMode
+from kvtier.testing.requirements import require_machine
 from tests.support import ROOT, script
 
 FAST = "paced://smollm2-135m?gpu=h100&utilisation=0.01"
@@ -25,23 +26,29 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_factor_has_a_row_and_without_the_gate_a_slow_tier_is_slow(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("SETTLING", 2), ("FACTORS", (2.0, 0.1)), ("SLOW", 2.0), ("MOST_DRIFT", 100.0)):
+    for name, value in (("SETTLING", 2), ("FACTORS", (2.0, 0.1)), ("MOST_DRIFT", 100.0)):
         monkeypatch.setattr(module, name, value)
     report = tmp_path / "report.json"
     options = ["--quick", "--models", FAST, "--tiers", "nvme", "--parts", "throttle"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gate", "--json", str(report), *options])
-    assert module.main() == 0
-    told = json.loads(report.read_text())
+    for slow in (2.0, 8.0):
+        monkeypatch.setattr(module, "SLOW", slow)
+        assert module.main() == 0
+        told = json.loads(report.read_text())
+        in_time = not any("cannot keep the pace" in wrong for wrong in told["wrong"])
+        if in_time:
+            break
     assert told["complete"]
     rows = {(row["what"], row["factor"]): row for row in told["rows"]}
     assert {factor for _, factor in rows if factor is not None} == set(module.FACTORS)
     assert {what for what, _ in rows} <= {"gate on", "gate off", "out of reach", "short, delayed", "long, delayed"}
     judged = {what: row for what, row in rows.items() if what[0] != "out of reach"}
     assert all(row["loaded_share"] + row["declined_share"] <= 1 for row in judged.values())
+    assert "[" in capsys.readouterr().err
+    require_machine(in_time, "a machine quiet enough to keep the pace of a paced model")
     assert rows["gate off", 0.1]["loaded_share"] == 1.0
     assert rows["gate on", 0.1]["declined_share"] >= 0.5, "what is not loaded is the gate's doing"
-    assert "[" in capsys.readouterr().err
 
 
 def test_a_run_that_is_ended_keeps_what_it_found_and_passes_nothing(

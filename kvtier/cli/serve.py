@@ -147,6 +147,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
     import uvicorn
 
     from kvtier.engine.async_engine import AsyncEngine
+    from kvtier.engine.connection import Connection
     from kvtier.engine.server import Served, make_app
 
     engine = AsyncEngine(assembly.engine)
@@ -174,6 +175,7 @@ def _server(assembly: Assembly) -> uvicorn.Server:
     )
     config = uvicorn.Config(
         make_app(engine, served),
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,

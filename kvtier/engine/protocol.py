@@ -7,12 +7,13 @@ A parameter that is not supported and would change the answer is refused by name
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from kvtier.abc.store import NO_HINTS, Hints, Selection
 from kvtier.engine.sampler import MAX_LOGPROBS, SamplingParams
@@ -22,6 +23,9 @@ from kvtier.params import nearest
 MAX_PROMPTS = 128
 """Prompts in one completions body."""
 MAX_TOOLS = 128
+MAX_MESSAGES = 1 << 14
+MAX_FIELDS = 1 << 12
+"""Of one object anywhere in a body: each that has no business there is an error of its own."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
@@ -54,6 +58,15 @@ _WITHOUT_EFFECT = frozenset(
 """Parameters of the OpenAI service itself, none of which has a say in the tokens."""
 
 B = TypeVar("B", bound="_Strict")
+E = TypeVar("E")
+
+
+class _FirstWrong(FailFast):
+    __hash__ = object.__hash__  # unions want that of their members
+
+
+_List = Annotated[list[E], _FirstWrong()]
+"""A list of which the first wrong entry is enough: millions of errors, one per entry, would take gigabytes and minutes."""
 
 
 class ParameterError(RequestError):
@@ -101,8 +114,8 @@ class Body(_Strict):
     top_k: int | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _List[str] | None = None
+    stop_token_ids: _List[int] | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     ignore_eos: bool = False
@@ -146,10 +159,17 @@ class Body(_Strict):
         )
 
 
+def _few_prompts(prompt: object) -> object:
+    """A prompt, or as many as are taken; counted before each is looked at."""
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise ParameterError(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", "prompt")
+    return prompt
+
+
 class CompletionBody(Body):
     """``POST /v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | _List[int] | _List[str] | _List[_List[int]], BeforeValidator(_few_prompts)]
     logprobs: int | Literal[False] | None = None
 
     def token_limit(self) -> int | None:
@@ -166,8 +186,6 @@ class CompletionBody(Body):
             raise ParameterError("prompt is empty", "prompt")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
-        if len(self.prompt) > MAX_PROMPTS:
-            raise ParameterError(f"prompt has {len(self.prompt)} prompts; at most {MAX_PROMPTS} are taken", "prompt")
         return list(self.prompt)
 
 
@@ -186,6 +204,7 @@ def _function(one: dict[str, Any]) -> dict[str, Any]:
 
 
 Function = Annotated[dict[str, Any], AfterValidator(_function)]
+Tools = Annotated[_List[Function], Field(max_length=MAX_TOOLS)]
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +223,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    content: str | _List[TextPart] | None = None
+    tool_calls: Tools | None = None
     """What an assistant's turn called."""
     tool_call_id: str | None = None
     """Which call a tool's turn answers."""
@@ -235,8 +254,7 @@ class ChatMessage(_Strict):
         return {"role": role, "content": text, **{key: value for key, value in more.items() if value is not None}}
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
-Tools = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
+Messages = Annotated[_List[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(Body):
@@ -310,7 +328,7 @@ def parse(kind: type[B], raw: bytes) -> B:
 def _object(raw: bytes) -> dict[str, Any]:
     """A body as JSON has it. Raises `RequestError`, also for a name that stands twice: one of the two would be dropped."""
     try:
-        body = json.loads(raw, object_pairs_hook=_each_once)
+        body = json.loads(raw, object_pairs_hook=_fields)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -318,11 +336,12 @@ def _object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    if len(pairs) > MAX_FIELDS:
+        raise RequestError(f"an object of the body has {len(pairs)} fields; at most {MAX_FIELDS} are taken")
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ParameterError(f"{twice!r} stands twice in one object of the body", twice)
     return found
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 << 20
 BODY_SECONDS = 60.0
 """A body that is not there by then is not waited for: senders that trickle would hold connections for ever."""
+MAX_SHOWN = 1 << 10
+"""Characters of an error's message."""
 MAX_CHARACTERS = 2 << 20
 """Of one text: a tokenizer takes seconds, and a hundred bytes a token, for it."""
 TOKEN_CHARACTERS = 128
@@ -84,7 +87,12 @@ def make_app(engine: AsyncEngine, served: Served) -> Starlette:
             Route("/admin/audit", server.audit, methods=["POST"]),
             Route("/admin/clear", server.clear, methods=["POST"]),
         ],
-        exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _internal_error},
+        exception_handlers={
+            RequestError: _request_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Exception: _internal_error,
+        },
         lifespan=lifespan,
     )
 
@@ -308,7 +316,7 @@ async def _unless_gone(http: HttpRequest, chunks: AsyncIterator[list[dict[str, o
     try:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise HTTPException(499, "the client has gone")
+            raise ClientDisconnect
         work.result()
     finally:
         work.cancel()
@@ -336,7 +344,13 @@ def _event(content: object) -> bytes:
 
 
 def _error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
+    return {"error": {"message": _shown(message), "type": kind, "param": _shown(param or "") or None, "code": code}}
+
+
+def _shown(text: str) -> str:
+    """What an error repeats of what a client sent: not all of a long text, and nothing that is no Unicode."""
+    text = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return text.encode(errors="backslashreplace").decode()
 
 
 async def _request_error(_: HttpRequest, error: Exception) -> Response:
@@ -350,10 +364,14 @@ def _blamed(message: str) -> str | None:
     return name if name in CompletionBody.model_fields else None
 
 
+async def _gone(_: HttpRequest, error: Exception) -> Response:
+    """The client has gone: nobody is left to be told."""
+    del error
+    return Response(status_code=499)
+
+
 async def _http_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 499:
-        return Response(status_code=499)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
     return JSONResponse(_error_body(error.detail, kind, code=code), error.status_code, headers=error.headers)

@@ -11,6 +11,7 @@ import uvicorn
 
 from kvtier.abc.connector import KVConnector
 from kvtier.engine.async_engine import AsyncEngine
+from kvtier.engine.connection import Connection
 from kvtier.engine.server import Served, make_app
 from kvtier.metrics import Metrics
 from tests.support import until
@@ -41,7 +42,9 @@ class Running:
             metrics=self.metrics.render,
             shutdown_seconds=2.0,
         )
-        self.server = uvicorn.Server(uvicorn.Config(make_app(self.engine, served), port=0, log_config=None))
+        self.server = uvicorn.Server(
+            uvicorn.Config(make_app(self.engine, served), http=Connection, port=0, log_config=None)
+        )
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})

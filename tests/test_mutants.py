@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support import ROOT, script
@@ -17,6 +19,17 @@ def test_every_mutant_fits_the_tree() -> None:
     for mutant in known:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+
+
+def test_every_symptom_has_a_mutant_of_its_own() -> None:
+    """And no mutant has two tests: the one that turns red first would hide that the other stays green."""
+    noticed = [test for mutant in mutants.read_mutants(ROOT) for test in mutant.tests]
+    assert len(noticed) == len(mutants.read_mutants(ROOT))
+    covered = {test.partition("[")[0] for test in noticed}
+    for path in sorted((ROOT / "tests" / "symptoms").glob("test_*.py")):
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            test = f"tests/symptoms/{path.name}::{name}"
+            assert test in covered, f"{test}: put the bug back in a mutant, or it may never have been red"
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -143,8 +143,9 @@ def locked(path: Path) -> None:
 
 
 def scribbled(path: Path) -> None:
+    """Header pages and payloads, but never both of one block."""
     with path.open("r+b") as file:
-        for start in range(0, path.stat().st_size, PAGE):
+        for start in range(0, path.stat().st_size, 3 * PAGE):
             file.seek(start + 100)
             file.write(b"not what was there")
 
@@ -206,14 +207,17 @@ def test_what_could_not_be_read_is_not_tried_again(tmp_path: Path) -> None:
         tiers.expect_idle()
 
 
-def test_an_index_that_somebody_locks_costs_no_exception(tmp_path: Path) -> None:
+def test_an_index_that_somebody_locks_costs_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the tier waits for it."""
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **{**named, "timeout": 0.05}))
     with Tiers(dram(64), nvme(tmp_path)) as tiers:
         tiers.save(prompt(1, BLOCKS))
         tiers.only_below()
-        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None, timeout=0.1)
+        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         tiers.save(prompt(2, BLOCKS))
-        tiers.store.drain(0.5)
+        until(lambda: tiers.count("failures", "nvme", verb="write") > 0, 10.0, "it could not be written")
         assert tiers.load(prompt(2, BLOCKS)) == BLOCKS, "from DRAM"
         other.execute("ROLLBACK")
         other.close()

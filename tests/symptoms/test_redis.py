@@ -360,7 +360,7 @@ def test_what_a_server_refuses_stops_the_start_with_one_clear_line(
 
 def test_large_values_move_as_fast_as_a_plain_client_moves_them(server: ValkeyServer) -> None:
     """64 values of 2 MiB: at least three quarters of what redis-py's GET and SET reach beside them."""
-    size, each, rounds = 2 << 20, 64, 12
+    size, each, rounds = 2 << 20, 64, 6
     location = TierUrl.parse(server.url)
     medium = RedisMedium.open(location, build_params(RedisMedium.Params, {}, "test"), MediumContext(size))
     wanted = names(each)

@@ -19,17 +19,18 @@ from kvtier.abc.medium import MediumContext, Outcome, Status
 from kvtier.cli.main import main
 from kvtier.config import StoreSettings
 from kvtier.errors import ConfigError, MediumError, MediumUnavailable
-from kvtier.key import Address, Span, address
+from kvtier.key import Address, Span
 from kvtier.metrics import Metrics
 from kvtier.quantity import Bytes, Seconds
 from kvtier.registry import plan_tier
 from kvtier.storage_backends.fs import FsMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
-from kvtier.testing.blocks import IDENTITY, LAYOUT, SHARD, EngineMemory, chain, filled
+from kvtier.testing.blocks import IDENTITY, LAYOUT, EngineMemory, chain, filled
 from kvtier.testing.media import KeyMediumSuite, names, payload, room
 from kvtier.testing.stores import PATIENCE, StoreSuite
 from kvtier.url import TierUrl
+from tests.store.builders import rotten
 
 from .fs import opened, place, spread, whole, writer
 
@@ -64,13 +65,7 @@ class TestStore(StoreSuite[TieredStore]):
     def lose(self, store: TieredStore, keys: Span) -> bool:
         assert self.drained(store)
         spoil(list(self.root.glob("??/?/*.0")), "flipped")
-        for key in keys.keys:
-            slot = store._arena.pool.slot(address(key, SHARD))
-            if slot is not None:
-                view = store._arena.medium.view(slot)
-                assert view is not None
-                view[99] ^= 4
-        return True
+        return rotten(store, keys)
 
     def test_blocks_outlive_the_store(self, store: TieredStore, tmp_path: Path) -> None:
         keys = chain(1, 6)

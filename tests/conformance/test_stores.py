@@ -9,29 +9,18 @@ import pytest
 
 from kvtier.abc.store import Store
 from kvtier.config import StoreSettings, WriteMode
-from kvtier.key import Span, address
+from kvtier.key import Span
 from kvtier.metrics import Metrics
 from kvtier.quantity import Seconds
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.store.open import open_store
 from kvtier.store.store import TieredStore
-from kvtier.testing.blocks import IDENTITY, SHARD
+from kvtier.testing.blocks import IDENTITY
 from kvtier.testing.stores import PATIENCE, StoreSuite
 from kvtier.url import TierUrl
-from tests.store.builders import Bench, make_bench
+from tests.store.builders import Bench, make_bench, rotten
 
 DRAM_BYTES = 24 * 4096
-
-
-def rotten(store: TieredStore, keys: Span) -> bool:
-    """Flip a bit of each of the blocks in DRAM."""
-    for key in keys.keys:
-        slot = store._arena.pool.slot(address(key, SHARD))
-        if slot is not None:
-            view = store._arena.medium.view(slot)
-            assert view is not None
-            view[99] ^= 4
-    return True
 
 
 class ByHand(StoreSuite[TieredStore]):

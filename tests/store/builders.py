@@ -15,7 +15,7 @@ from kvtier.abc.store import NO_HINTS, Hints, Match, SlotRange, Transfer
 from kvtier.codec.catalogue import codec_named
 from kvtier.config import AdmissionRule, TierOptions, Verify, WriteMode
 from kvtier.cost import Gate, OpenGate
-from kvtier.key import Address, Identity, Span
+from kvtier.key import Address, Identity, Span, address
 from kvtier.metrics import Metrics
 from kvtier.policy.lru import LruPolicy
 from kvtier.quantity import Bytes
@@ -26,7 +26,7 @@ from kvtier.store.geometry import Geometry
 from kvtier.store.parts import Parts
 from kvtier.store.records import identity_text
 from kvtier.store.store import TieredStore
-from kvtier.testing.blocks import GEOMETRY, IDENTITY, EngineMemory, chain, content, filled, span
+from kvtier.testing.blocks import GEOMETRY, IDENTITY, SHARD, EngineMemory, chain, content, filled, span
 from kvtier.testing.faults import Fault, wrapped
 from kvtier.testing.hand import HandTurned, ManualClock
 from kvtier.tier.key import KeyTier
@@ -34,7 +34,18 @@ from kvtier.tier.lower import LowerTier
 from kvtier.tier.slot import SlotTier
 from kvtier.transfer.workers import Workers
 
-__all__ = ["GEOMETRY", "IDENTITY", "Bench", "EngineMemory", "chain", "content", "make_bench", "span"]
+__all__ = ["GEOMETRY", "IDENTITY", "Bench", "EngineMemory", "chain", "content", "make_bench", "rotten", "span"]
+
+
+def rotten(store: TieredStore, keys: Span) -> bool:
+    """Flip a bit of each of the blocks in DRAM."""
+    for key in keys.keys:
+        slot = store._arena.pool.slot(address(key, SHARD))
+        if slot is not None:
+            view = store._arena.medium.view(slot)
+            assert view is not None
+            view[99] ^= 4
+    return True
 
 
 @dataclass

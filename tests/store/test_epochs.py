@@ -45,16 +45,18 @@ def test_wider_and_later_clears_imply_narrower_ones() -> None:
     assert implied == {name_of(Selection("m", tenant)): 1}
 
 
-def test_selections_are_bounded_and_what_was_cleared_stays_cleared() -> None:
+def test_selections_are_bounded_and_what_was_cleared_stays_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 200
+    monkeypatch.setattr("kvtier.store.epochs.MOST_SELECTIONS", most)
     epochs = Epochs()
-    tenants = [number.to_bytes(16, "little") for number in range(1, MOST_SELECTIONS + 100)]
+    tenants = [number.to_bytes(16, "little") for number in range(1, most + 100)]
     given = [epochs.clear(Selection("m", tenant)) for tenant in tenants]
     wanted, _ = epochs.lacking({})
-    assert len(wanted) <= MOST_SELECTIONS
+    assert len(wanted) <= most
     assert all(epochs.of("m", tenant, bytes(16)) >= epoch for tenant, epoch in zip(tenants, given, strict=True))
-    for number in range(MOST_SELECTIONS + 5):
+    for number in range(most + 5):
         epochs.clear(Selection(f"model {number}"))
-    assert len(epochs.lacking({})[0]) <= MOST_SELECTIONS
+    assert len(epochs.lacking({})[0]) <= most
     assert covers(Selection(), Selection("m", bytes(16)))
 
 

@@ -81,7 +81,7 @@ def test_a_header_without_its_block_is_noticed() -> None:
 
 def test_an_entry_takes_a_few_hundred_bytes_of_index() -> None:
     # Just past the size at which the hash tables double: as bad as it gets.
-    count = 2 * (1 << 16) // 3 // BLOCKS_A_CHAIN * BLOCKS_A_CHAIN + BLOCKS_A_CHAIN
+    count = 2 * (1 << 14) // 3 // BLOCKS_A_CHAIN * BLOCKS_A_CHAIN + BLOCKS_A_CHAIN
     medium = DramMedium(count, GEOMETRY.block_bytes, prefault=False)
     gc.collect()
     tracemalloc.start()

@@ -40,8 +40,8 @@ class Regret(Enum):
 class WriteBudget:
     """Bytes that may be written: in no 24 hours more than ``per_day``, whenever they begin.
 
-    A token bucket that holds an hour's worth and is filled at the rate of the other 23. It lives as long as its process: each
-    restart begins with a full one, and so may add an hour's worth.
+    A token bucket that holds an hour's worth and is filled at the rate of the other 23. It lives as long as its process. Where
+    others may have spent it before, it begins empty: else a process that ends again and again would write without a limit.
     """
 
     def __init__(self, per_day: int) -> None:
@@ -59,6 +59,10 @@ class WriteBudget:
 
     def spend(self, nbytes: int) -> None:
         self._left -= nbytes
+
+    def begin(self, *, full: bool) -> None:
+        """Begin with as much as the bucket holds, or with nothing."""
+        self._left = self.most if full else 0.0
 
 
 class Admission:
@@ -111,6 +115,11 @@ class Admission:
                 del self._trial[entry]
                 gone += 1
         return gone
+
+    def begin(self, *, new: bool) -> None:
+        """The tier begins: ``new``, or with what earlier processes have written to it, nobody knows when."""
+        if self._budget is not None:
+            self._budget.begin(full=new)
 
     def left(self, now: float) -> float | None:
         """Bytes that may be written at once; None: as many as one likes."""

@@ -276,7 +276,14 @@ class LowerTier(ABC):
         The record is left once a block of ours is there: a record says that there are, or have been, blocks.
         """
         self._introduction = (identity, text)
+        self._begin_admission(new=False)
         self._ping()
+        known = self._guarded("records", lambda: self._lasting.records("identity"), None, vital=False)
+        self._begin_admission(new=known == {})
+
+    def _begin_admission(self, *, new: bool) -> None:
+        if self._admission is not None:
+            self._admission.begin(new=new)
 
     def epochs(self) -> dict[str, int] | None:
         """The medium's clear epochs; None where it cannot say."""

@@ -78,6 +78,18 @@ def test_a_budget_stops_writes_until_time_has_passed(tmp_path: Path) -> None:
     assert written(bench) == 4
 
 
+def test_a_process_that_ends_again_and_again_writes_no_more_than_one_that_goes_on(tmp_path: Path) -> None:
+    block, total = make_bench(8).arena.medium.slot_bytes, 0.0
+    for life in range(8):
+        bench = make_bench(16, nvme=tmp_path, nvme_write=WriteMode.THROUGH, write_budget=24 * 4 * block)
+        bench.save(chain(2 * life, 6))
+        bench.clock.now += 600
+        bench.save(chain(2 * life + 1, 6))
+        total += written(bench)
+        bench.store.close()
+    assert total == 4, "an hour's worth at first; ten minutes are not enough for a block"
+
+
 def test_what_was_written_for_nothing_is_regretted(tmp_path: Path) -> None:
     bench = make_bench(64, nvme=tmp_path, nvme_write=WriteMode.THROUGH, write_budget=1 << 40)
     room = bench.tiers[0].counts()["free"]

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PATIENCE = 0.2
 """The store's deadline, where a test lets something hang (seconds)."""
+HANGS_SECONDS = 60.0
+"""How long what hangs does so: much longer than a loaded machine takes for what does not wait for it."""
 
 
 def alone(requests: Sequence[Request]) -> list[tuple[int, ...]]:
@@ -117,7 +119,7 @@ class Mad(MemoryMedium):
         if self.how == "raises":
             raise RuntimeError("out of luck")
         if self.how == "hangs":
-            self.free.wait(30.0)
+            self.free.wait(HANGS_SECONDS)
             raise TimeoutError("it took too long")
         return garbage
 
@@ -171,7 +173,7 @@ def test_a_medium_whose_every_call_goes_wrong_costs_only_its_hits(how: str, monk
         seconds = time.monotonic() - began
         assert engine.settle(5.0)
         print(f"{len(requests)} requests took {seconds:.2f} s while every call {how}")
-        assert seconds < 6.0 + 2 * PATIENCE
+        assert seconds < HANGS_SECONDS / 2
         if how != "garbage":
             assert tiers.store.health()["memory"].startswith("degraded: "), tiers.store.health()
         engine.reset_prefix_cache()
@@ -179,7 +181,7 @@ def test_a_medium_whose_every_call_goes_wrong_costs_only_its_hits(how: str, monk
         assert engine.cache_fault is None
         mad.how = ""
         mad.free.set()
-        until(lambda: tiers.store.health()["memory"] == "ok", 8.0, "it is used again")
+        until(lambda: tiers.store.health()["memory"] == "ok", HANGS_SECONDS, "it is used again")
         assert engine.settle(5.0)
         tiers.expect_idle()
         assert engine.check_integrity() == []
@@ -252,6 +254,6 @@ def test_silence_below_is_bounded_in_real_time(monkeypatch: pytest.MonkeyPatch) 
         mad.how = "hangs"
         began = time.monotonic()
         assert served(engine, renamed([request], 1)) == want
-        assert PATIENCE * 0.9 < time.monotonic() - began < PATIENCE + 2.0
+        assert PATIENCE * 0.9 < time.monotonic() - began < HANGS_SECONDS / 2
         mad.how = ""
         mad.free.set()

@@ -97,7 +97,6 @@ class LowerTier(ABC):
         self._tried = 0.0
         self._complained: dict[str, float] = {}
         self._medium = medium
-        self._lasting: LastingMedium = medium
         self._introduction: tuple[bytes, str] | None = None
         """Our identity's record, until the medium has it."""
         self._newcomer: bool | None = None
@@ -278,7 +277,7 @@ class LowerTier(ABC):
         self._introduction = (identity, text)
         self._begin_admission(new=False)
         self._ping()
-        known = self._guarded("records", lambda: self._lasting.records("identity"), None, vital=False)
+        known = self._guarded("records", lambda: self._medium.records("identity"), None, vital=False)
         self._begin_admission(new=known == {})
 
     def _begin_admission(self, *, new: bool) -> None:
@@ -287,7 +286,7 @@ class LowerTier(ABC):
 
     def epochs(self) -> dict[str, int] | None:
         """The medium's clear epochs; None where it cannot say."""
-        return self._guarded("epochs", self._lasting.epochs, None)
+        return self._guarded("epochs", self._medium.epochs, None)
 
     def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> str | None:
         """Tell the medium of epochs that it lacks, and of those that others imply; why not, where it cannot be told."""
@@ -295,7 +294,7 @@ class LowerTier(ABC):
 
         def tell() -> str | None:
             try:
-                self._lasting.raise_epochs(wanted, implied)
+                self._medium.raise_epochs(wanted, implied)
             except MediumFull as full:
                 return str(full)
             return None
@@ -306,7 +305,7 @@ class LowerTier(ABC):
         """Keep a readable record in the medium; whether it is kept."""
 
         def keep() -> bool:
-            self._lasting.remember(kind, digest, text)
+            self._medium.remember(kind, digest, text)
             return True
 
         return self._guarded("remember", keep, otherwise=False, vital=False)
@@ -314,7 +313,7 @@ class LowerTier(ABC):
     def records(self, kind: str) -> dict[bytes, str]:
         """The medium's readable records of a kind, none where it cannot say."""
         nothing: dict[bytes, str] = {}
-        return self._guarded("records", lambda: self._lasting.records(kind), nothing, vital=False)
+        return self._guarded("records", lambda: self._medium.records(kind), nothing, vital=False)
 
     @abstractmethod
     def clear(self) -> bool:

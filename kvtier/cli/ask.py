@@ -62,6 +62,18 @@ def asked(
     return found
 
 
+def fetched(args: argparse.Namespace, path: str, seconds: float = ANSWER_SECONDS) -> str | None:
+    """GET a text of the server; None where it gives none."""
+    try:
+        with closing(_connection(args, seconds)) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            came = answer.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException, ConfigError):
+        return None
+    return came.decode(errors="replace") if answer.status == http.client.OK else None
+
+
 def _connection(args: argparse.Namespace, seconds: float) -> http.client.HTTPConnection:
     if args.server_uds is not None:
         return _UnixConnection(args.server_uds, seconds)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.abc.store import MOST_PIN_SECONDS, Hints
-from kvtier.cli.ask import Refused, add_server_arguments, asked
+from kvtier.cli.ask import Refused, add_server_arguments, asked, fetched
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
 from kvtier.quantity import counted, parse_seconds
@@ -24,6 +26,13 @@ from kvtier.quantity import counted, parse_seconds
 DONE, SOME_FAILED = 0, 1
 SERVER = "http://127.0.0.1:8000"
 PREFILL_SECONDS = 600.0
+SAVING_SECONDS = 5.0
+"""How long is waited, once all is computed, for what is still being saved."""
+POLL_SECONDS = 0.05
+SAMPLE = re.compile(
+    r"^kvtier_tier_(pinned_blocks|pins_refused_total|queue_depth)\{([^}]*)\} (\d{1,20}(?:\.\d{1,20})?(?:e\+\d\d)?)$",
+    re.MULTILINE,
+)
 MOST_BYTES = 8 << 20
 """Of a line, or of a text: what the server takes."""
 FIELDS = ("system", "prompt", "tools", "cache_salt", "pin_seconds", "priority")
@@ -35,29 +44,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one of system (a chat's system prompt, with the chat's tools if any) and prompt (the beginning of a plain "
         "completion), and optionally cache_salt, pin_seconds and priority. Any other FILE is one system prompt as it "
         "stands. Pins last until their time is up or the server ends, and take at most a quarter of a tier: what is over "
-        "that is kept as everything else is, and counted in kvtier_tier_pins_refused_total. Exit code 0: done. 1: some "
-        "prompts failed, each with a line that names it. 2: could not run."
+        "that is kept as everything else is; the last line tells how much that was. Exit code 0: done. 1: some prompts "
+        "failed, each with a line that names it, or the time was up. 2: could not run."
     )
     parser.add_argument("file", nargs="+", metavar="FILE", help="system prompts: JSON lines, or a text")
     add_server_arguments(parser, SERVER)
     parser.add_argument(
         "--pin", default="1h", metavar="TIME", help="how long the prompts stay, such as 30m (default: 1h; at most 7d)"
     )
+    parser.add_argument("--timeout", default="1h", metavar="TIME", help="for all of it together (default: 1h)")
     parser.add_argument("--priority", type=int, default=0, help="theirs under policy ttl, -100 to 100 (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        pin = float(parse_seconds(args.pin))
-    except ValueError as wrong:
-        raise ConfigError(f"--pin: {wrong}") from None
+    pin, timeout = _seconds("--pin", args.pin), _seconds("--timeout", args.timeout)
+    deadline = time.monotonic() + timeout
     hints = _hints("--pin or --priority", {"pin_seconds": pin, "priority": args.priority})
-    warmed = failed = 0
+    warmed = failed = late = 0
+    before = _pins(args)
     for path in map(Path, args.file):
         for where, given in _given(path):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late += 1
+                continue
             try:
                 prompt = Prompt.of(given, hints)
-                tokens, cached = _warm(args, prompt)
+                tokens, cached = _warm(args, prompt, min(PREFILL_SECONDS, left))
             except (Wrong, Refused) as wrong:
                 print(f"{where}: {wrong}", file=sys.stderr)
                 failed += 1
@@ -70,9 +83,60 @@ def run(args: argparse.Namespace) -> int:
                 f"{where}: {tokens} tokens, {cached} of them were there; "
                 f"their blocks are pinned for {prompt.hints.pin_seconds:g} s, up to a tier's share of pins"
             )
-    if not warmed + failed:
+    if not warmed + failed + late:
         raise ConfigError(f"{', '.join(args.file)}: no prompt is in it")
-    return SOME_FAILED if failed else DONE
+    if late:
+        print(f"the time of {timeout:g} s was up before {counted(late, 'prompt')}", file=sys.stderr)
+    if warmed:
+        print(_told(before, _pins(args, min(time.monotonic() + SAVING_SECONDS, deadline))))
+    return SOME_FAILED if failed or late else DONE
+
+
+def _seconds(flag: str, text: str) -> float:
+    try:
+        return float(parse_seconds(text))
+    except ValueError as wrong:
+        raise ConfigError(f"{flag}: {wrong}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pins:
+    """What the server's metrics say of pins, in blocks by tier, and how many saves are under way."""
+
+    pinned: dict[str, int]
+    refused: dict[str, int]
+    saving: int
+
+
+def _pins(args: argparse.Namespace, until: float = 0.0) -> _Pins | None:
+    """As of when no save is under way, at ``until`` at the latest: blocks are pinned when they are saved. None: not told."""
+    while True:
+        text = fetched(args, "/metrics")
+        samples = [] if text is None else SAMPLE.findall(text)
+        if not samples:
+            return None
+        by_name = {(name, labels): int(float(value)) for name, labels, value in samples}
+        pinned, refused = (
+            {labels.split('"')[1]: count for (name, labels), count in by_name.items() if name == each and '"' in labels}
+            for each in ("pinned_blocks", "pins_refused_total")
+        )
+        saving = sum(count for (name, labels), count in by_name.items() if name == "queue_depth" and "save" in labels)
+        if not saving or time.monotonic() >= until:
+            return _Pins(pinned, refused, saving)
+        time.sleep(POLL_SECONDS)
+
+
+def _told(before: _Pins | None, after: _Pins | None) -> str:
+    """How much is pinned, as far as the server's counters can say: they are of all requests."""
+    if before is None or after is None:
+        return "how much is pinned the server does not say"
+    refused = {tier: count - before.refused.get(tier, 0) for tier, count in after.refused.items()}
+    now, over = (
+        ", ".join(f"{tier} {counted(count, 'block')}" for tier, count in each.items() if count) or "nothing"
+        for each in (after.pinned, refused)
+    )
+    late = f"; {counted(after.saving, 'block')} still on the way" if after.saving else ""
+    return f"pinned now, by whoever: {now}; over a tier's share and not pinned, since this began: {over}{late}"
 
 
 class Wrong(Exception):
@@ -170,7 +234,7 @@ def _value(line: str | Wrong) -> object:
         return Wrong(f"no JSON: {wrong}")
 
 
-def _warm(args: argparse.Namespace, prompt: Prompt) -> tuple[int, int]:
+def _warm(args: argparse.Namespace, prompt: Prompt, seconds: float) -> tuple[int, int]:
     """Have the server compute and pin one prompt: its tokens, and how many of them were there already."""
     hints = {
         "pin_seconds": prompt.hints.pin_seconds,
@@ -179,7 +243,7 @@ def _warm(args: argparse.Namespace, prompt: Prompt) -> tuple[int, int]:
     }
     beginning = prompt.prompt if prompt.prompt is not None else _common(args, prompt)
     body = {"prompt": beginning, "max_tokens": 1, "temperature": 0, "kv_hints": hints, "cache_salt": prompt.salt}
-    usage = asked(args, "/v1/completions", body, "usage", "completion", PREFILL_SECONDS)["usage"]
+    usage = asked(args, "/v1/completions", body, "usage", "completion", seconds)["usage"]
     try:
         return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
     except (TypeError, LookupError, ValueError, OverflowError):

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ TEMPLATE = (
 SYSTEM = "You are as brief as a bill"
 COMMON = f"<system>{SYSTEM};<user>"
 """What all conversations with that system prompt begin with: one token for each letter."""
+NOTHING = "pinned now, by whoever: nothing; over a tier's share and not pinned, since this began: nothing\n"
 PINNED = "their blocks are pinned for {} s, up to a tier's share of pins"
 TOOL = {"type": "function", "function": {"name": "look"}}
 
@@ -31,6 +34,7 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 @pytest.fixture(scope="module")
 def running(one_thread: None) -> Iterator[Running]:
     with Running(DictConnector(), template=TEMPLATE) as server:
+        server.metrics.tier("dram").pinned(0)
         yield server
 
 
@@ -63,7 +67,8 @@ def test_the_first_user_of_a_warm_prompt_finds_it(
     path.write_text(SYSTEM)
     offered(running)
     assert warm(running, path, "--pin=2h", "--priority=3") == 0
-    assert capsys.readouterr().out == f"{path}: {len(COMMON)} tokens, 0 of them were there; {PINNED.format(7200)}\n"
+    told = f"{path}: {len(COMMON)} tokens, 0 of them were there; {PINNED.format(7200)}\n"
+    assert capsys.readouterr().out == told + NOTHING
     wanted = Hints(priority=3, pin_seconds=7200, store_generated=False)
     assert offered(running)[wanted] == len(COMMON) // BLOCK
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "what now?"}]
@@ -71,9 +76,48 @@ def test_the_first_user_of_a_warm_prompt_finds_it(
     assert usage["prompt_tokens_details"]["cached_tokens"] == len(COMMON) // BLOCK * BLOCK
     assert warm(running, path) == 0
     there = (len(COMMON) - 1) // BLOCK * BLOCK
-    assert (
-        capsys.readouterr().out == f"{path}: {len(COMMON)} tokens, {there} of them were there; {PINNED.format(3600)}\n"
+    told = f"{path}: {len(COMMON)} tokens, {there} of them were there; {PINNED.format(3600)}\n"
+    assert capsys.readouterr().out == told + NOTHING
+
+
+def test_how_much_is_pinned_is_told_and_how_much_is_not(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tier that had refused two before, has four pinned of this prompt, refuses three, and is slow to save one."""
+    dram = running.metrics.tier("dram")
+    dram.pins_refused(2)
+    assert isinstance(running.connector, DictConnector)
+    scheduler = running.connector.scheduler
+    offer = scheduler.offer
+
+    def pinning(*args: Any) -> int:
+        dram.pinned(4)
+        dram.pins_refused(3)
+        dram.queued("save", 1)
+        return offer(*args)
+
+    monkeypatch.setattr(scheduler, "offer", pinning)
+    monkeypatch.setattr("kvtier.cli.warm.SAVING_SECONDS", 0.01)
+    path = lines(tmp_path / "prompts.jsonl", {"prompt": "twenty letters of it"})
+    assert warm(running, path) == 0
+    dram.pinned(0)
+    dram.queued("save", 0)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "pinned now, by whoever: dram 4 blocks; over a tier's share and not pinned, since this began: dram 3 blocks; "
+        "1 block still on the way"
     )
+
+
+def test_the_time_for_all_of_it_is_bounded(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 1.0, 70.0, 71.0, 72.0, 73.0])
+    monkeypatch.setattr("kvtier.cli.warm.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    path = lines(tmp_path / "prompts.jsonl", {"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"})
+    assert warm(running, path, "--timeout=1m") == 1
+    shown = capsys.readouterr()
+    assert shown.err == "the time of 60 s was up before 2 prompts\n"
+    assert f"{path}:1: 3 tokens" in shown.out and f"{path}:2" not in shown.out
 
 
 def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
@@ -104,7 +148,9 @@ def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
     )
     assert warm(running, path) == 1
     shown = capsys.readouterr()
-    assert [line.split()[0] for line in shown.out.splitlines()] == [f"{path}:{number}:" for number in (1, 2, 4, 17)]
+    assert [line.split()[0] for line in shown.out.splitlines()[:-1]] == [
+        f"{path}:{number}:" for number in (1, 2, 4, 17)
+    ]
     tokens = len("[look]<system>Be tooled;<user>")
     assert f"{path}:2: {tokens} tokens, 0 of them were there; {PINNED.format(5)}" in shown.out
     said = dict(line.removeprefix(f"{path}:").split(": ", 1) for line in shown.err.splitlines())

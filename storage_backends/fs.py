@@ -73,8 +73,10 @@ class FsMedium(KeyMedium):
 
     io = "buffered"
 
-    def __init__(self, root: str, params: Params) -> None:
+    def __init__(self, root: str, params: Params, *, make: bool = True) -> None:
+        """``make``: the folder, where there is none yet."""
         self._root = root
+        self._makes = make
         self._where = f"fs://{root}"
         self.ttl = params.ttl
         self._sync = params.sync
@@ -90,8 +92,7 @@ class FsMedium(KeyMedium):
 
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> FsMedium:
-        del context
-        return cls(_root(location), params)
+        return cls(_root(location), params, make=context.slot_bytes > 0)
 
     @classmethod
     def auditor(cls, location: TierUrl, params: Params) -> FolderAuditor:
@@ -142,6 +143,8 @@ class FsMedium(KeyMedium):
             try:
                 seen = self._state.look()
             except FileNotFoundError:
+                if not self._makes:
+                    raise MediumUnavailable(f"{self._where}: no folder of kvtier's is there; is it mounted?") from None
                 self._make()
                 seen = self._state.look()
             if seen.generation < self.generation:  # somebody has removed what says so; what was cleared stays so

@@ -33,6 +33,7 @@ from kvtier.storage_backends.nvme_directory import (
     held_bytes,
     stride_of,
     taken,
+    used,
 )
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile, failed
 from kvtier.storage_backends.nvme_journal import ROW_BYTES, WAL_BYTES, NvmeJournal, nowhere
@@ -133,6 +134,8 @@ class NvmeMedium(PersistentSlotMedium):
             raise ConfigError(f"{location}: name a directory, with three slashes: nvme:///var/cache/kvtier")
         directory = Path(location.path)
         try:
+            if not context.slot_bytes and not used(directory):
+                raise ConfigError(f"{location}: no tier has been there; check the path")
             slot_bytes = context.slot_bytes or fullest_payload(directory)
             return cls(directory, slot_bytes, params, context.advice or SHARE)
         except OSError as error:

@@ -47,12 +47,17 @@ def foreign_names(directory: Path) -> list[str]:
     )
 
 
-def nothing_ours(directory: Path) -> bool:
-    """Whether it has other people's files, and neither an index nor slots: then no tier was ever here."""
+def used(directory: Path) -> bool:
+    """Whether a tier has been there: it leaves an index, and mostly slots."""
     ours = (DATABASE, EPOCHS_COPY)
-    return bool(foreign_names(directory)) and not any(
+    return directory.is_dir() and any(
         entry.name in ours or stride_of(entry.name) is not None for entry in directory.iterdir()
     )
+
+
+def nothing_ours(directory: Path) -> bool:
+    """Whether it has other people's files, and no tier was ever here."""
+    return bool(foreign_names(directory)) and not used(directory)
 
 
 def locked(directory: Path, advice: str = SHARE) -> int:

@@ -287,7 +287,8 @@ class MediumContext:
     """What a medium is told besides its own URL."""
 
     slot_bytes: int
-    """Payload bytes of one block; 0 where nobody has a block: a medium that has kept some then goes by those."""
+    """Payload bytes of one block; 0 where nobody has a block: a medium that has kept some then goes by those, and nothing
+    is made where no tier has been."""
     advice: str | None = None
     """What to tell a person where another process has the medium to itself; None: what the medium says of itself."""
 

@@ -13,6 +13,7 @@ import pytest
 import redis as redis_client
 
 from kvtier.abc.store import Cleared, ClearedTier, Reason, Selection
+from kvtier.cli import main as cli
 from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.server import Served, make_app
 from kvtier.key import Scope
@@ -132,6 +133,21 @@ def test_tiers_at_rest_are_cleared_without_a_server(tiny: Tiny, tmp_path: Path, 
     assert "redis: NOT TOLD" in clear(*tiers, code=1)
     assert "cannot be combined" in clear(*tiers, "--tier", "nvme", "--model", "m", code=2)
     assert "name that with --base-url" in clear(*tiers, "--tier", "dram", code=2)
+
+
+def test_a_slip_in_the_path_is_no_clear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever thinks that a tenant's blocks are gone must not have cleared a place where no tier has been."""
+    (tmp_path / "empty").mkdir()
+    for place, scheme, code, says in (
+        ("nowhere", "nvme", 2, "no tier has been there; check the path"),
+        ("empty", "nvme", 2, "no tier has been there; check the path"),
+        ("nowhere", "fs", 1, "NOT TOLD: .*no folder of kvtier's is there; is it mounted"),
+    ):
+        assert cli.main(["clear", "--tier", f"{scheme}://{tmp_path / place}?capacity=16MiB"]) == code
+        out, err = capsys.readouterr()
+        assert re.search(says, out + err)
+        assert not (tmp_path / "nowhere").exists()
+        assert not list((tmp_path / "empty").iterdir())
 
 
 def test_servers_that_share_a_redis_hear_of_it_and_an_emptied_redis_is_told_again(

@@ -7,12 +7,20 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 import kvtier.engine  # noqa: F401 - says how compute threads wait, before any test imports torch
 from kvtier.testing.requirements import INSTALLABLE, MACHINE, kind_of
+
+if find_spec("hypothesis") is not None:  # tests on a GPU do without it
+    from hypothesis import HealthCheck, settings
+
+    # A loaded machine makes an example slow, and is no fault of what it shows.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 SEED = int(os.environ.get("PYTEST_SEED", "20240607"))
 _TITLES = {

@@ -55,7 +55,7 @@ def test_a_payload_of_another_block_size_is_corrupt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKED)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(junk=st.binary(max_size=300))
 def test_junk_never_passes(name: str, junk: bytes) -> None:
     codec = codec_named(name)

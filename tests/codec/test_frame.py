@@ -113,7 +113,7 @@ def _put(made: memoryview, offset: int, value: int) -> memoryview:
     return made
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.binary(max_size=700))
 def test_no_bytes_are_taken_for_a_frame(junk: bytes) -> None:
     for made in (junk, bytes(page()[: HEADER_BYTES - len(junk[:300])]) + junk[:300]):

@@ -25,3 +25,9 @@ def test_a_short_run(name: str) -> None:
         max_examples=EXAMPLES[name], deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
     )
     short(TARGETS[name])()
+
+
+def test_no_example_of_any_test_is_timed() -> None:
+    """What no test says otherwise of is 200 ms an example, which a loaded machine exceeds."""
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check

@@ -44,7 +44,7 @@ MOST_BYTES = 8 << 20
 """Memory that one hostile input may make us take: far more than any of them has, far less than what they claim to have."""
 TIMEOUT = 0.25
 """Seconds without a byte after which a reply is given up."""
-MOST_SECONDS = 20 * TIMEOUT
+MOST_SECONDS = 80 * TIMEOUT
 
 Target = Callable[[], None]
 _edits = st.lists(st.tuples(st.integers(0, HEADER_BYTES - 17), st.integers(0, 255)), max_size=12)

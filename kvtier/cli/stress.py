@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import os
 import random
 import sys
@@ -73,8 +74,8 @@ def chosen(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.minutes <= 0:
-        raise ConfigError(f"--minutes: must be more than 0, is {args.minutes}")
+    if not 0 < args.minutes < math.inf:
+        raise ConfigError(f"--minutes: must be more than 0, and finite, is {args.minutes}")
     faults = chosen(args.faults)
     if args.json:
         try:
@@ -127,6 +128,8 @@ def _print(verdict: Verdict) -> None:
     )
     for text in (*verdict.wrong[:5], *verdict.leaks, *verdict.growth):
         print(f"  {text}")
+    if not verdict.watched:
+        print("  too short to see whether memory grows slowly: no process gave answers enough for that")
     print(
         f"wrong answers {len(verdict.wrong)}, stuck requests {verdict.stuck}, leaks {len(verdict.leaks)}, "
         f"growth {len(verdict.growth)}: {'PASSED' if verdict.passed else 'FAILED'}"

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 START_SECONDS, SILENT_SECONDS, END_SECONDS = 60.0, 90.0, 180.0
 LIFE_SECONDS = 8.0
 """Least time between two kills: a life must get to use what the one before left behind."""
+DOUBT_SECONDS = 10.0
+"""A process with a request that old, or silent for so long, is not killed: that would hide that something is stuck."""
+KILL_SHARE, KILL_SECONDS = 0.5, 60.0
+"""Share of the run in which processes are killed, and the least of it: the last is to live long enough to show a leak."""
 FIRST_ANSWERS = 200
 """After so many a process has what it needs once."""
 WARM_ANSWERS = 4500
@@ -50,6 +54,8 @@ class Verdict:
     aborted: int = 0
     preemptions: int = 0
     stuck: int = 0
+    watched: int = 0
+    """Answers of warm processes: during these memory may not have grown."""
     hits: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
@@ -66,6 +72,9 @@ class Verdict:
         self.aborted += last.get("aborted", 0)
         self.preemptions += last.get("preemptions", 0)
         self.stuck += last.get("stuck", 0)
+        self.watched += max(0, last.get("answers", 0) - WARM_ANSWERS)
+        if "abort" in self.faults:
+            self.faults["abort"] = self.aborted
         self.wrong += last.get("wrong", [])
         for tier, count in last.get("hits", {}).items():
             self.hits[tier] = self.hits.get(tier, 0) + count
@@ -104,6 +113,11 @@ class Life:
                     self.first = self.first or resident
                 if self.last["answers"] >= WARM_ANSWERS:
                     self.warm = self.warm or resident
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether something in it may be stuck."""
+        return max(float(self.last.get("oldest", 0.0)), time.monotonic() - self.told) > DOUBT_SECONDS
 
     def order(self, text: str) -> None:
         assert self.process.stdin is not None
@@ -160,6 +174,7 @@ class Run:
         self._dice = random.Random(seed)  # noqa: S311 - chooses faults, guards nothing
         self._plan = folder / "plan.json"
         self._life: Life | None = None
+        self._kills_until = 0.0
 
     @property
     def life(self) -> Life:
@@ -170,6 +185,7 @@ class Run:
         """Raises ``ConfigError`` where the engine does not start; no process of its outlives this call."""
         try:
             self._start()
+            self._kills_until = time.monotonic() + max(60.0 * minutes * KILL_SHARE, KILL_SECONDS)
             end = time.monotonic() + 60.0 * minutes
             while time.monotonic() < end and not (self.verdict.wrong or self.verdict.leaks):
                 self._one_fault(end)
@@ -185,10 +201,16 @@ class Run:
         self.life.wait_ready()
         self.verdict.lives += 1
 
+    def _able(self) -> list[str]:
+        """The faults to choose from now."""
+        now, life = time.monotonic(), self.life
+        spared = {"abort"}  # which the process does by itself
+        if now < life.started + LIFE_SECONDS or now > self._kills_until or life.doubtful:
+            spared.add("kill")
+        return [name for name in self.verdict.faults if name not in spared]
+
     def _one_fault(self, end: float) -> None:
-        able = [name for name in self.verdict.faults if name != "abort"]
-        if time.monotonic() - self.life.started < LIFE_SECONDS:
-            able = [name for name in able if name != "kill"]
+        able = self._able()
         lasts = min(self._dice.uniform(0.5, 2.5), max(end - time.monotonic(), 0.1))
         if not able:
             time.sleep(lasts)

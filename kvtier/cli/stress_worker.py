@@ -132,6 +132,12 @@ class Load:
     def open(self) -> int:
         return len(self._open)
 
+    @property
+    def oldest(self) -> float:
+        """Seconds since the oldest open request came."""
+        now = time.monotonic()
+        return max((now - one.since for one in self._open.values()), default=0.0)
+
     def add(self) -> None:
         number = self._dice.randrange(len(self._plan.prompts))
         name, tokens = f"r{self._count}", len(self._plan.expected[number])
@@ -256,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
             load.add()
         load.step()
         if time.monotonic() > due:
-            tell(assembly, load.report)
+            tell(assembly, load.report, oldest=load.oldest)
             due = time.monotonic() + REPORT_SECONDS
     for switch in media.switches.values():
         for fault in switch:

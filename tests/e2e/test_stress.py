@@ -13,7 +13,7 @@ import pytest
 from kvtier.cli import stress_run
 from kvtier.cli.stress import FAULTS, _folder, chosen
 from kvtier.cli.stress_plan import NVME_BYTES, make_plan
-from kvtier.cli.stress_run import Run
+from kvtier.cli.stress_run import Life, Run, Verdict
 from kvtier.errors import ConfigError
 
 from .support import environment, valkey
@@ -60,6 +60,50 @@ def test_an_engine_that_does_not_start_is_not_left_behind(tmp_path: Path, monkey
         with pytest.raises(ConfigError, match="did not start"):
             run.go(0.05)
     assert run.life.process.poll() is not None
+
+
+@pytest.fixture
+def spent(tmp_path: Path) -> Life:
+    """A life that has ended, to be told whatever a test wants to be so."""
+    life = Life(tmp_path / "no plan", tmp_path / "log")
+    life.kill()
+    life.last = {"answers": stress_run.WARM_ANSWERS + 1, "aborted": 2, "stuck": 0, "wrong": [], "oldest": 0.1}
+    life.first = life.warm = life.most = 100 << 20
+    return life
+
+
+def test_what_is_stuck_or_grows_is_a_failure(spent: Life) -> None:
+    def verdict() -> Verdict:
+        made = Verdict(7, {"abort": 0})
+        made.take(spent)
+        return made
+
+    assert verdict().passed
+    assert (verdict().faults, verdict().watched) == ({"abort": 2}, 1)
+    spent.last["stuck"] = 1
+    assert not verdict().passed
+    spent.last["stuck"] = 0
+    spent.most = 106 << 20
+    assert [text.partition(":")[0] for text in verdict().growth] == ["resident memory grew"]
+    assert not verdict().passed
+
+
+def test_no_kill_hides_what_may_be_stuck(tmp_path: Path, spent: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, None, ["kill", "abort"], 7, NVME_BYTES, lambda text: None)  # type: ignore[arg-type]  # no server
+    run._life, now = spent, spent.started + 60.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    spent.told, run._kills_until = now - 1.0, now + 60.0
+    assert run._able() == ["kill"]
+    for thing, name, value in (
+        (spent, "last", {"oldest": 11.0}),
+        (spent, "told", now - 11.0),
+        (spent, "started", now - 1.0),
+        (run, "_kills_until", now - 1.0),
+    ):
+        with monkeypatch.context() as doubt:
+            doubt.setattr(thing, name, value)
+            assert run._able() == [], name
+    assert run._able() == ["kill"]
 
 
 def test_faults_are_chosen_by_name() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.cost import Gate
+from kvtier.cost import DRAM, Gate
 from kvtier.key import Identity
 from kvtier.metrics import TierMetrics
 from kvtier.store.arena import Arena
@@ -37,3 +37,7 @@ class Parts:
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     history: History = field(default_factory=History)
+
+    def recorders(self) -> list[tuple[str, TierMetrics]]:
+        """Every tier's name and what is counted of it, DRAM first."""
+        return [(DRAM, self.dram), *((tier.name, tier.metrics) for tier in self.tiers)]

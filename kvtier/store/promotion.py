@@ -69,6 +69,7 @@ class Promoter:
         self._geometry = parts.geometry
         self._arena = parts.arena
         self._dram = parts.dram
+        self._recorders = parts.recorders()
         self._tiers = parts.tiers
         self._history = parts.history
         self._gate = parts.gate
@@ -395,7 +396,7 @@ class Promoter:
             elif block.reason:
                 misses[block.reason] = misses.get(block.reason, 0) + count
         below = sum(given.values())
-        for name, metrics in [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]:
+        for name, metrics in self._recorders:
             below -= given.get(name, 0)
             metrics.settled(given.get(name, 0), {**misses, **({Reason.BELOW: below} if below else {})})
 

@@ -29,7 +29,6 @@ from kvtier.abc.store import (
 from kvtier.config import Verify
 from kvtier.cost import DRAM
 from kvtier.key import Adapter, Span
-from kvtier.metrics import TierMetrics
 from kvtier.pool import Slot
 from kvtier.store.audit import lease_faults
 from kvtier.store.clearing import Clearing
@@ -73,6 +72,7 @@ class TieredStore(Store):
         self.block_bytes = geometry.block_bytes if geometry.codec is None else geometry.codec.block_bytes
         self._arena = parts.arena
         self._dram = parts.dram
+        self._recorders = parts.recorders()
         self._tiers = parts.tiers
         self._workers = parts.workers
         self._lock = parts.lock
@@ -264,7 +264,7 @@ class TieredStore(Store):
             pinned = {DRAM: len(self._arena.pins), **{tier.name: tier.pinned(now) for tier in self._tiers}}
             choices = {DRAM: self._arena.pool.choice(), **{tier.name: tier.choice() for tier in self._tiers}}
         chosen = {name: choice._asdict() for name, choice in choices.items() if choice is not None}
-        for name, metrics in self._recorders():
+        for name, metrics in self._recorders:
             metrics.pinned(pinned[name])
             if name in chosen:
                 metrics.chose(**chosen[name])
@@ -289,9 +289,6 @@ class TieredStore(Store):
             "pinned": pinned,
             "policy": chosen,
         }
-
-    def _recorders(self) -> Iterable[tuple[str, TierMetrics]]:
-        return [(DRAM, self._dram), *((tier.name, tier.metrics) for tier in self._tiers)]
 
     def health(self) -> dict[str, str]:
         wrong = {tier.name: tier.degraded or tier.silent for tier in self._tiers}

@@ -208,7 +208,7 @@ def test_abort_in_every_state(after: int) -> None:
     assert_idle(engine, connector)
 
 
-@pytest.mark.timeout(400)  # ten seconds of computing, on a machine that may be loaded
+@pytest.mark.timeout(400)  # seconds of computing, on a machine that may be loaded
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_anything_goes(seed: int) -> None:
@@ -217,7 +217,7 @@ def test_anything_goes(seed: int) -> None:
     anything(rng, rng.choice([0.0, 0.5, 1.0]), wrong_loads=0.0)
 
 
-@pytest.mark.timeout(400)  # ten seconds of computing, on a machine that may be loaded
+@pytest.mark.timeout(400)  # seconds of computing, on a machine that may be loaded
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_wrong_blocks_amid_anything(seed: int) -> None:

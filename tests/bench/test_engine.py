@@ -122,6 +122,26 @@ def test_a_pass_counts_its_own_and_leaves_hbm_empty() -> None:
     assert (tested.declined, then) == (16, ["saves end", "HBM is emptied"])
 
 
+def test_a_row_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes of 2 and 8 seconds, on four cores: a hundred gaps between tokens, of which two are long."""
+    monkeypatch.setattr(engine_bench, "os", SimpleNamespace(cpu_count=lambda: 4))
+
+    def one(first: float, external: int) -> RequestStats:
+        return RequestStats(100, 0.0, first_token=first, completion_tokens=20, hbm_tokens=30, external_tokens=external)
+
+    passes = [
+        Played([one(0.1, 20), one(0.2, 0)], [0.0, 0.5], gaps=[0.01] * 50, seconds=2.0, store_cpu_s=1.0),
+        Played([one(0.3, 0), one(0.4, 40)], [0.0, 0.0], gaps=[0.01] * 48 + [0.5, 0.6], seconds=8.0, store_cpu_s=0.2),
+    ]
+    assembly: Any = SimpleNamespace(engine=None, tiers=lambda: {"hbm": "ok", "dram": "ok"})
+    assert engine_bench.Tested("on", assembly, lambda: None, passes, declined=48).row("chat") == {
+        "workload": "chat", "cache": "on", "tiers": "hbm,dram",
+        "ttft_p50_s": 0.3, "ttft_p99_s": 0.7, "itl_p50_s": 0.01, "itl_p99_s": 0.5, "tokens_per_s": (20.0 + 5.0) / 2,
+        "hit_rate": (4 * 30 + 60) / 400, "loaded_tokens": 60, "recomputed_on_purpose": 48, "prompt_tokens": 400,
+        "store_cpu_share": 1.2 / (10.0 * 4),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_come_from_their_seed_and_have_one_shape(name: str) -> None:
     def shape(conversations: list[Conversation]) -> list[object]:
@@ -379,6 +399,17 @@ def test_a_run_that_is_stopped_keeps_its_rows(tiny: Path) -> None:
     found = compare(settings(tiny), Passes(["unique", "chat", "documents"], 1, 2, 0.25), proceed)
     assert found.stopped is not None and found.stopped.exit_code == 130
     assert [(row["workload"], row["cache"]) for row in found.rows] == [("unique", "on"), ("unique", "off")]
+
+
+@pytest.mark.parametrize("flags", [[], ["--ablate", "all"]])
+def test_what_was_ended_early_says_so_wherever_it_is_read(
+    flags: list[str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("compare", "ablate"):
+        monkeypatch.setattr(engine_bench, name, lambda *_: Found(rows=[{"workload": "chat"}], stopped=Stopped(2)))
+    code, report = bench(tiny, tmp_path / "out.json", *flags)
+    assert (code, report["complete"], report["rows"]) == (130, False, [{"workload": "chat"}])
+    assert "ended early (SIGINT)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

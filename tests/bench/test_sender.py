@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.arrivals import WORDS, MadeUp, OfTrace, Poisson, Recorded, Users, ids_below, words
+from kvtier.bench.arrivals import TOGETHER, WORDS, MadeUp, OfTrace, Poisson, Recorded, Users, ids_below, words
 from kvtier.bench.client import Client, clock
 from kvtier.bench.goodput import Call, Targets, summary
 from kvtier.bench.sender import GONE_AFTER, Plan, Sender
 from kvtier.bench.sse import MOST_EVENT_BYTES, EventStream
 from kvtier.config import ApiAccess
+from kvtier.sim import traces
 from kvtier.sim.traces import open_trace
 from kvtier.testing.completions import MODEL, Reply, StubServer
 from kvtier.testing.requirements import require_installed
@@ -159,6 +160,23 @@ async def test_a_block_has_its_words_whenever_it_comes(tmp_path: Path) -> None:
     trace = open_trace(write_trace(tmp_path / "trace.jsonl", records))
     texts = [prompt.tokens async for prompt in OfTrace(trace, shrink=64).prompts(words, 1)]
     assert texts[0] == texts[-1] and len(set(texts)) == 5000
+
+
+async def test_a_trace_is_read_a_few_requests_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [
+        {"timestamp": at, "input_length": 512, "output_length": 1, "hash_ids": [at]} for at in range(4 * TOGETHER)
+    ]
+    trace = open_trace(write_trace(tmp_path / "trace.jsonl", records))
+    lines, record = list[int](), traces._record
+
+    def noted(path: Path, number: int, line: bytes) -> traces.Record:
+        lines.append(number)
+        return record(path, number, line)
+
+    monkeypatch.setattr(traces, "_record", noted)
+    prompts = OfTrace(trace, shrink=64).prompts(words, 1)
+    assert [(await anext(prompts)).time_s, len(lines)] == [0.0, TOGETHER]
+    assert len([prompt async for prompt in prompts]) == 4 * TOGETHER - 1 and len(lines) == 4 * TOGETHER
 
 
 async def test_a_broken_line_ends_the_run_and_keeps_what_was_sent(tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ def test_a_branch_goes_on_in_the_sample_as_it_began() -> None:
 
 
 def test_a_trunk_is_what_five_in_a_hundred_recent_chains_share() -> None:
+    assert LEAST_SHARED / KEPT == 0.05
     branches = Branches(0.5)
     for number in range(KEPT):
         head = 1 if number % 10 < 3 else 50 + number
@@ -257,6 +258,8 @@ def test_a_trunk_is_what_five_in_a_hundred_recent_chains_share() -> None:
     for number in range(KEPT):
         few.note(tail_first(numbered(1 if number < LEAST_SHARED - 1 else 50 + number)))
     assert not few.is_trunk(entry(1))
+    few.note(tail_first(numbered(1)))  # a fifth takes the place of one of the others
+    assert few.is_trunk(entry(1))
 
 
 def test_a_trunk_that_is_asked_for_no_more_is_forgotten() -> None:

@@ -35,6 +35,8 @@ class Played:
     """From the first submission to the last token."""
     store_cpu_s: float = 0.0
     """CPU time of the store's threads meanwhile."""
+    declined: int = 0
+    """Tokens that the gate had computed although a tier had them."""
 
     @property
     def waits(self) -> list[float | None]:

@@ -147,8 +147,10 @@ def compare(settings: Settings, passes: Passes, proceed: Callable[[], None]) -> 
                 for each in tested:
                     each.warm_up(engine.seed)
                 for workload in passes.workloads:
-                    _turns(workload, passes, engine.seed, tested, step)
-                    _tell(found, workload, engine.seed, tested)
+                    try:
+                        _turns(workload, passes, engine.seed, tested, step)
+                    finally:
+                        _tell(found, workload, engine.seed, tested)
             except Stopped as stopped:
                 found.stopped = stopped
         for each in tested:
@@ -167,8 +169,6 @@ class Tested:
     assembly: Assembly
     proceed: Callable[[], None]
     passes: list[Played] = field(default_factory=list)
-    declined: int = 0
-    """Tokens that the gate had computed although a tier had them, in those passes."""
     drive: Drive = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,9 +185,10 @@ class Tested:
 
     def play(self, conversations: list[Conversation], users: int) -> None:
         before = declined_tokens(self.assembly.metrics)
-        self.passes.append(self.drive.conversations(conversations, users))
+        played = self.drive.conversations(conversations, users)
         self.settle()
-        self.declined += declined_tokens(self.assembly.metrics) - before
+        played.declined = declined_tokens(self.assembly.metrics) - before
+        self.passes.append(played)
 
     def settle(self) -> None:
         """Saves end and HBM is emptied, so that every pass begins alike."""
@@ -210,7 +211,7 @@ class Tested:
             "tokens_per_s": statistics.median(played.tokens / played.seconds for played in self.passes),
             "hit_rate": sum(each.cached_tokens for each in stats) / sum(each.prompt_tokens for each in stats),
             "loaded_tokens": sum(played.loaded_tokens for played in self.passes),
-            "recomputed_on_purpose": self.declined,
+            "recomputed_on_purpose": sum(played.declined for played in self.passes),
             "prompt_tokens": sum(each.prompt_tokens for each in stats),
             "store_cpu_share": sum(played.store_cpu_s for played in self.passes) / (seconds * (os.cpu_count() or 1)),
         }
@@ -232,7 +233,7 @@ def _turns(
     workload: str, passes: Passes, seed: int, tested: tuple[Tested, Tested], step: Callable[[str], None]
 ) -> None:
     for each in tested:
-        each.passes, each.declined = [], 0
+        each.passes = []
     for pair in range(passes.pairs):
         order = tested if pair % 2 == 0 else tested[::-1]
         for each in order:
@@ -242,7 +243,13 @@ def _turns(
 
 
 def _tell(found: Found, workload: str, seed: int, tested: tuple[Tested, Tested]) -> None:
+    """What the whole pairs have shown; a run that was stopped has fewer, or none."""
+    whole = min(len(each.passes) for each in tested)
+    for each in tested:
+        del each.passes[whole:]
     on, off = (each.passes for each in tested)
+    if not whole:
+        return
     failed = sum(each.failed for each in (*on, *off))
     if failed:
         found.note(f"{workload}: invalid, {counted(failed, 'answer')} failed", holds=False)

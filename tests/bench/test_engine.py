@@ -119,7 +119,7 @@ def test_a_pass_counts_its_own_and_leaves_hbm_empty() -> None:
     tested = engine_bench.Tested("on", SimpleNamespace(engine=engine, metrics=metrics), lambda: None)  # type: ignore[arg-type]
     tested.drive = SimpleNamespace(conversations=conversations)  # type: ignore[assignment]
     tested.play([], 1)
-    assert (tested.declined, then) == (16, ["saves end", "HBM is emptied"])
+    assert (tested.passes[0].declined, then) == (16, ["saves end", "HBM is emptied"])
 
 
 def test_a_row_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +130,18 @@ def test_a_row_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         return RequestStats(100, 0.0, first_token=first, completion_tokens=20, hbm_tokens=30, external_tokens=external)
 
     passes = [
-        Played([one(0.1, 20), one(0.2, 0)], [0.0, 0.5], gaps=[0.01] * 50, seconds=2.0, store_cpu_s=1.0),
-        Played([one(0.3, 0), one(0.4, 40)], [0.0, 0.0], gaps=[0.01] * 48 + [0.5, 0.6], seconds=8.0, store_cpu_s=0.2),
+        Played([one(0.1, 20), one(0.2, 0)], [0.0, 0.5], gaps=[0.01] * 50, seconds=2.0, store_cpu_s=1.0, declined=16),
+        Played(
+            [one(0.3, 0), one(0.4, 40)],
+            [0.0, 0.0],
+            gaps=[0.01] * 48 + [0.5, 0.6],
+            seconds=8.0,
+            store_cpu_s=0.2,
+            declined=32,
+        ),
     ]
     assembly: Any = SimpleNamespace(engine=None, tiers=lambda: {"hbm": "ok", "dram": "ok"})
-    assert engine_bench.Tested("on", assembly, lambda: None, passes, declined=48).row("chat") == {
+    assert engine_bench.Tested("on", assembly, lambda: None, passes).row("chat") == {
         "workload": "chat", "cache": "on", "tiers": "hbm,dram",
         "ttft_p50_s": 0.3, "ttft_p99_s": 0.7, "itl_p50_s": 0.01, "itl_p99_s": 0.5, "tokens_per_s": (20.0 + 5.0) / 2,
         "hit_rate": (4 * 30 + 60) / 400, "loaded_tokens": 60, "recomputed_on_purpose": 48, "prompt_tokens": 400,
@@ -399,6 +406,27 @@ def test_a_run_that_is_stopped_keeps_its_rows(tiny: Path) -> None:
     found = compare(settings(tiny), Passes(["unique", "chat", "documents"], 1, 2, 0.25), proceed)
     assert found.stopped is not None and found.stopped.exit_code == 130
     assert [(row["workload"], row["cache"]) for row in found.rows] == [("unique", "on"), ("unique", "off")]
+
+
+@pytest.mark.parametrize(("until", "pairs"), [(0, 0), (1, 0), (2, 1), (5, 2)])
+def test_whole_pairs_of_a_workload_that_was_stopped_are_kept(
+    until: int, pairs: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = 0
+
+    def play(self: engine_bench.Tested, talks: object, users: int) -> None:
+        nonlocal played
+        if played == until:
+            raise Stopped(2)
+        played += 1
+        self.passes.append(Played([RequestStats(8, 0.0, first_token=1.0, completion_tokens=4)], [0.0], seconds=1.0))
+
+    monkeypatch.setattr(engine_bench.Tested, "play", play)
+    monkeypatch.setattr(engine_bench.Tested, "warm_up", lambda *_: None)
+    found = compare(settings(tiny), Passes(["unique"], 50, 2, 0.25), lambda: None)
+    assert found.stopped is not None
+    assert [row["prompt_tokens"] for row in found.rows] == ([8 * pairs] * 2 if pairs else [])
+    assert all(f"{pairs} pairs" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("flags", [[], ["--ablate", "all"]])

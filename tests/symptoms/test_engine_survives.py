@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.abc.medium import Arrived, Iovec, Outcome, Status
+from kvtier.connectors.bundled import BundledScheduler
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import Request
 from kvtier.key import Address
@@ -45,45 +46,74 @@ def renamed(requests: Sequence[Request], round_: int) -> list[Request]:
 # -- clients that go
 
 
-@pytest.mark.parametrize("after", range(10))
-def test_a_client_that_goes_takes_nothing_along(after: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Queued, waiting for blocks, filling, decoding, preempted, saving, finished; copies end in any order, also much later."""
-    rng = random.Random(after)
-    shared = MemoryMedium()
-    turned = TurnedEngine(shared=shared, blocks=26, tokens=20, sequences=3)
+def state_of(turned: TurnedEngine, name: str) -> str:
+    """What a request that has come before the last step is at."""
+    saving = any(each == name for each, _ in turned.engine._exchange._held)
+    scheduler = turned.connector.scheduler
+    assert isinstance(scheduler, BundledScheduler)
+    match = scheduler._matches.get(name)
+    for sequence in turned.engine.sequences():
+        if sequence.id == name:
+            if sequence.slots:
+                return "decoding" if sequence.generated else "filling"
+            if sequence.group.stats.preemptions:
+                return "preempted"
+            return "waiting for blocks" if match is not None and match.pending else "queued"
+    return "saving" if saving else "finished"
+
+
+STATES = ["just come", "queued", "waiting for blocks", "filling", "decoding", "preempted", "saving", "finished"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_client_that_goes_takes_nothing_along(state: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In every state of its request; copies end in any order, also much later."""
+    reached = [attempt for attempt in range(3) if goes_when(state, random.Random(attempt), caplog)]
+    assert reached, f"no request was ever {state}"
+
+
+def goes_when(state: str, rng: random.Random, caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether the client's request was ever in ``state``: there it goes, and the others are served as if it had not been."""
+    seats = {"queued": 1, "preempted": 4}.get(state, 3)
+    turned = TurnedEngine(shared=MemoryMedium(), blocks=20 if seats == 4 else 26, tokens=20, sequences=seats)
     requests = [greedy(f"r{number}", prompt(number, 26), tokens=12) for number in range(3)]
     want = alone(requests)
     assert turned.serve(requests) == want
     turned.forget_hbm()
     turned.bench.empty_dram()
     turned.ended.clear()
-    victim = greedy("victim", prompt(0, 20) + prompt(8, 14), tokens=12)
+    victim = greedy("victim", prompt(0, 20) + prompt(8, 6 if state == "preempted" else 40), tokens=12)
     again = renamed(requests, 1)
     got: dict[str, tuple[int, ...]] = {each.id: () for each in again}
-    for request in (again[0], victim, *again[1:]):
+    place = 3 if seats != 3 else rng.randrange(1, 3)  # the last to come waits for a seat, or gives way
+    for request in (*again[:place], victim, *again[place:]):
         turned.engine.add_request(request)
-    steps = 0
-
-    def some() -> None:
-        for _ in range(rng.randrange(3)):
-            turned.bench.hand.run_one(rng.randrange)
-
-    while turned.engine.open_requests:
-        if steps == after:
+    steps, gone = 0, False
+    while turned.engine.open_requests or not gone:
+        now = state_of(turned, "victim") if steps else "just come"
+        if now == state and not gone:
             turned.engine.abort("victim")
             turned.engine.abort("nobody")
+            gone = True
+        elif now == "finished":
+            break
         for output in turned.engine.step():
             if output.request_id in got:
                 got[output.request_id] += output.tokens
-        some()
+        for _ in range(rng.randrange(3)):
+            turned.bench.hand.run_one(rng.randrange)
         assert turned.engine.check_integrity() == []
         assert turned.store.check_integrity() == []
         steps += 1
         assert steps < 2000
+    for output in turned.run():
+        if output.request_id in got:
+            got[output.request_id] += output.tokens
     assert list(got.values()) == want
     turned.expect_idle()
     assert "not under way" not in caplog.text, "no copy was reported twice"
     assert turned.bench.arena.pool.referenced == 0
+    return gone
 
 
 # -- tiers that are full or broken

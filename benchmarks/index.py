@@ -19,8 +19,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TypedDict
 
@@ -108,24 +110,47 @@ def dram_entries(count: int) -> Entries:
         return {"tier": "dram", "entries": held, "bytes_per_entry": (resident() - before - count * PAGE) / held}
 
 
-def nvme_entries(count: int, folder: Path) -> Entries:
-    """Fill an NVMe folder and see what a process takes that opens it."""
-    memory = EngineMemory(LONGEST)
-    tiers = (
+def nvme_tiers(count: int, folder: Path) -> tuple[str, str]:
+    return (
         f"dram://?capacity={DRAM_BLOCKS * PAGE}&prefault=false",
         f"nvme://{folder}?capacity={count * NVME_SLOT + (64 << 20)}&write=through",
     )
-    with opened(*tiers) as store:
+
+
+def fill_nvme(count: int, folder: Path) -> None:
+    memory = EngineMemory(LONGEST)
+    with opened(*nvme_tiers(count, folder)) as store:
         for number in range(-(-count // LONGEST)):
             save(store, chain(number, LONGEST), memory)
             if number % (DRAM_BLOCKS // LONGEST // 4) == 0:
                 assert store.drain(60.0), "every block is below"
         assert store.drain(60.0), "every block is below"
+
+
+def nvme_entries(count: int, folder: Path) -> Entries:
+    """What a process takes that opens a full NVMe folder."""
     before = resident()
-    with opened(*tiers) as store:
+    with opened(*nvme_tiers(count, folder)) as store:
         held = blocks_of(store, "nvme")["ready"]
         assert held >= count - LONGEST, f"nvme holds {held} of {count}"
         return {"tier": "nvme", "entries": held, "bytes_per_entry": (resident() - before) / held}
+
+
+def entries(count: int, folder: Path) -> list[Entries]:
+    """Both tiers, each in a process of its own: what another phase has freed would be taken again, and not be seen."""
+    few = min(DRAM_BLOCKS, count)
+    rows = [_alone(dram_entries, [(few,), (count,)])]
+    sized = [(each, folder / str(each)) for each in (few, count)]
+    for each, place in sized:
+        place.mkdir(exist_ok=True)
+        fill_nvme(each, place)
+    return [*rows, _alone(nvme_entries, sized)]
+
+
+def _alone(measure: Callable[..., Entries], calls: Sequence[tuple[object, ...]]) -> Entries:
+    """The last of these calls in a new process: what a process needs once is no entry's."""
+    with ProcessPoolExecutor(1, get_context("spawn"), use_few_heaps) as process:
+        return [process.submit(measure, *call).result() for call in calls][-1]
 
 
 class Traffic:
@@ -238,10 +263,8 @@ def main() -> int:
     args = parser.parse_args()
     use_few_heaps()  # as the `kvtier` command does
     print(f"seed {args.seed}, {platform.machine()}, Python {platform.python_version()}")
-    rows: list[Entries] = []
-    for count in (DRAM_BLOCKS, args.entries):  # first a few: what a process needs once is no entry's
-        with tempfile.TemporaryDirectory() as folder:
-            rows = [dram_entries(count), nvme_entries(count, Path(folder))]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = entries(args.entries, Path(folder))
     for row in rows:
         print(f"{row['tier']:5} {row['entries']:,} entries, {row['bytes_per_entry']:.0f} bytes of index each")
     with tempfile.TemporaryDirectory() as folder:

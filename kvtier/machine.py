@@ -15,6 +15,7 @@ HEAPS = 2
 """Of the C library, for all threads of a process of ours: most of what they allocate is Python's, one at a time."""
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,13 @@ def use_few_heaps() -> None:
     By default each thread has one of its own, up to eight per core, and each grows to the most that its thread ever held at
     once. To be called before threads are started; does nothing with another C library.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(_M_ARENA_MAX, HEAPS)
+
+
+def give_back_memory() -> None:
+    """Return what glibc has free to the kernel: after much was held for a moment. Does nothing with another C library."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

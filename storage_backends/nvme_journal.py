@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from kvtier.abc.medium import MOST_RECORDS, Journal, Record
 from kvtier.errors import MediumError, MediumFull
+from kvtier.key import Address
 
 SCHEMA = 3
 """``PRAGMA user_version``: raised whenever the tables change."""
@@ -181,16 +182,16 @@ class NvmeJournal(Journal):
                 kind = MediumFull if "full" in str(error) else MediumError
                 raise kind(f"NVMe index {self._path}: {error}") from error
 
-    def load(self) -> list[Record]:
+    def load(self) -> Iterator[Record]:
+        once: dict[Address, Address] = {}
         with self._transaction() as database:
             origins = {number: origin for origin, number in self._known_origins(database).items()}
             query = "SELECT slot, address, parent, depth, origin, used, expires_at FROM block WHERE stride = ?"
-            rows = database.execute(query, (self._stride,)).fetchall()
-        return [
-            Record(slot, address, parent, depth, tenant, used, expires_at, identity, adapter, epoch)
-            for slot, address, parent, depth, origin, used, expires_at in rows
-            for tenant, identity, adapter, epoch in (origins[origin],)
-        ]
+            for slot, name, above, depth, origin, used, expires_at in database.execute(query, (self._stride,)):
+                address, parent = once.setdefault(name, name), once.setdefault(above, above)
+                tenant, identity, adapter, epoch = origins[origin]
+                yield Record(slot, address, parent, depth, tenant, used, expires_at, identity, adapter, epoch)
+            database.execute("PRAGMA shrink_memory")  # of pages that are read once
 
     def identities(self) -> set[bytes]:
         with self._transaction() as database:

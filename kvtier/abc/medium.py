@@ -195,8 +195,11 @@ class Journal(ABC):
     """The index that lets a slot medium outlive its process. A row proves nothing until its frame has been checked."""
 
     @abstractmethod
-    def load(self) -> list[Record]:
-        """All rows that survived; rebuilt from header pages where the index was lost or corrupt."""
+    def load(self) -> Iterator[Record]:
+        """All rows that survived, one at a time; rebuilt from header pages where the index was lost or corrupt.
+
+        The names in them are shared: a parent that is a row's address as well is the same object.
+        """
 
     @abstractmethod
     def identities(self) -> set[bytes]:

@@ -96,8 +96,8 @@ class DeviceStandIn(SlotMedium):
 class _Unwritten(Journal):
     """Nothing outlives a simulation."""
 
-    def load(self) -> list[Record]:
-        return []
+    def load(self) -> Iterator[Record]:
+        return iter(())
 
     def identities(self) -> set[bytes]:
         return set()

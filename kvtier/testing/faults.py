@@ -292,7 +292,7 @@ class _FaultyJournal(Journal):
     def __init__(self, inner: Journal, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
 
-    def load(self) -> list[Record]:
+    def load(self) -> Iterator[Record]:
         self._fault.before("load")
         return self._inner.load()
 

@@ -51,7 +51,7 @@ def test_epochs_outlive_the_process_and_the_database(tmp_path: Path, loss: str) 
         (tmp_path / "index.sqlite").unlink()
     again = opened(tmp_path)
     assert again.epochs() == {'["m", null, null]': 4}
-    rows = again.journal.load()
+    rows = list(again.journal.load())
     assert {(row.identity, row.tenant, row.adapter, row.epoch) for row in rows} == {
         (ORIGIN.identity, ORIGIN.tenant, ORIGIN.adapter, ORIGIN.epoch)
     }
@@ -261,7 +261,7 @@ def test_a_lost_or_corrupt_database_is_rebuilt_from_the_header_pages(
     assert ("rebuilt" in caplog.text) == (spoil is not lose)
     again.close()
     third = opened(tmp_path)
-    assert len(third.journal.load()) == 4
+    assert len(list(third.journal.load())) == 4
     third.close()
 
 

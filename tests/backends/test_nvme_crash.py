@@ -190,11 +190,11 @@ def test_a_rebuilt_index_knows_all_that_the_lost_one_knew(tmp_path: Path, spoil:
         batch = Batch(EACH, BLOCK, seed=number, expires_at=5e9 + number)
         batch.headers = [header._replace(tenant=bytes([number]) * 16) for header in batch.headers]
         assert all(outcome.done for outcome in tier.put(parcels(batch)))
-    before = known(medium.journal.load())
+    before = known(list(medium.journal.load()))
     tier.close()
     spoil(tmp_path / "index.sqlite")
     again = opened(tmp_path)
-    assert known(again.journal.load()) == before
+    assert known(list(again.journal.load())) == before
     assert len({row[4] for row in before}) == 8
     assert lone_tier(again).pool.check() == []
     again.close()
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_to_the_last_byte_costs_blocks_and_nothing_else(
     tier.close()
     assert set(doctor(disk / "tier", capsys, capacity=20 * MIB)) <= {"orphan slot"}
     medium = opened(disk / "tier", 20 * MIB)
-    assert len(medium.journal.load()) == rows
+    assert len(list(medium.journal.load())) == rows
     assert promoted(medium, Batch(EACH, BLOCK), [0, 1, 2, 3]) == [Status.DONE] * EACH
     medium.close()
 

@@ -31,7 +31,7 @@ def test_blocks_of_other_sizes_are_given_back_when_all_is_cleared(tmp_path: Path
     assert [path.name for path in tmp_path.glob("slots-*.kvt")] == [medium._file.path.name]
     medium.close()
     other = opened(tmp_path, block=50_000)
-    assert other.journal.load() == []
+    assert list(other.journal.load()) == []
     other.close()
 
 
@@ -85,7 +85,7 @@ def test_another_block_size_gets_room_as_it_needs_it_oldest_extents_first(tmp_pa
         first.journal.touch([(slot, float(slot))])
     first.close()
     second = opened(tmp_path, capacity, block=300_000)
-    assert second.journal.load() == []
+    assert list(second.journal.load()) == []
     wide = Batch(8, 300_000, seed=5)
     for start in range(0, 32, 8):
         demoted(second, wide, list(range(start, start + 8)))
@@ -179,5 +179,5 @@ def test_a_tier_that_cannot_commit_says_so(tmp_path: Path) -> None:
     with pytest.raises(MediumError, match="NVMe index"):
         medium.journal.commit(batch.rows([0]), [])
     medium.journal._database.execute("PRAGMA query_only = 0")
-    assert medium.journal.load() == []
+    assert list(medium.journal.load()) == []
     medium.close()

@@ -52,7 +52,7 @@ def test_slots_of_dropped_blocks_come_back_after_a_failed_delete(tmp_path: Path,
     bench.turn()
     assert tier.pool.retiring == 0
     assert tier.pool.free == tier.pool.capacity
-    assert tier._slots.journal.load() == [], "a dropped block would be back after a restart"
+    assert list(tier._slots.journal.load()) == [], "a dropped block would be back after a restart"
     bench.idle()
 
 

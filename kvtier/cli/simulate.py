@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from kvtier.bench.report import Row, check_json, progress, table, write_json
+from kvtier.bench.report import Row, Stopped, check_json, progress, stoppable, table, write_json
 from kvtier.cli.replay import about, add_sample_arguments, sample_of
 from kvtier.errors import ConfigError
-from kvtier.quantity import parse_bytes, parse_seconds, rounded_bytes
+from kvtier.quantity import counted, parse_bytes, parse_seconds, rounded_bytes
 from kvtier.sim.models import GPUS, MODELS, gpu, model_shape
 from kvtier.sim.planner import UTILISATION, kv_bytes, prefill_seconds
 from kvtier.sim.replay import Counting, read_workload
@@ -76,14 +77,30 @@ def run(args: argparse.Namespace) -> int:
         f"{rounded_bytes(machine.block_bytes)}; the last {1 - counting.warmup:.0%} of the requests count"
     )
     simulation = Simulation(work, rungs, machine, gated=args.sim_gate == "on", deadline=deadline)
-    with progress(len(work.chains)) as step:
-        books = simulation.run(lambda number: step(f"request {number}"))
+    stopped: Stopped | None = None
+    with stoppable() as proceed, progress(len(work.chains)) as step:
+
+        def goes_on(number: int) -> bool:
+            nonlocal stopped
+            try:
+                proceed()
+            except Stopped as asked:
+                stopped = asked
+                return False
+            step(f"request {number}")
+            return True
+
+        books = simulation.run(goes_on)
+    if stopped is not None:
+        print(f"stopped by {stopped}: {counted(books.requests, 'request')} of those that count", file=sys.stderr)
+        if not books.requests:
+            return stopped.exit_code
     rows = [_row(rung, books) for rung in rungs]
     print(table([row._asdict() for row in rows], _COLUMNS))
     report = _report(books)
     _tell(books)
-    write_json(args.json, {**report, "rows": [row._asdict() for row in rows]})
-    return 0
+    write_json(args.json, {**report, "rows": [row._asdict() for row in rows], "complete": stopped is None})
+    return 0 if stopped is None else stopped.exit_code
 
 
 def _machine(args: argparse.Namespace, block_tokens: int) -> Machine:

@@ -71,21 +71,22 @@ class DramStandIn(SlotMedium):
 
 
 class DeviceStandIn(SlotMedium):
-    """An engine's memory on a device: what is copied between it and DRAM goes over ``pipe``."""
+    """An engine's memory on a device: copies down to DRAM and up from it do not wait for each other, as over PCIe."""
 
-    def __init__(self, slots: int, block_bytes: int, pipe: Pipe) -> None:
+    def __init__(self, slots: int, block_bytes: int, down: Pipe, up: Pipe) -> None:
         self.slots = slots
         self.slot_bytes = STAND_IN
         self._block_bytes = block_bytes
-        self._pipe = pipe
+        self._down = down
+        self._up = up
 
     def read(self, slots: Sequence[int], into: Sequence[Iovec]) -> list[Outcome]:
-        self._pipe.move(len(slots))
+        self._down.move(len(slots))
         self.bytes_read += len(slots) * self._block_bytes
         return [Outcome(Status.DONE, STAND_IN)] * len(slots)
 
     def write(self, slots: Sequence[int], data: Sequence[Iovec]) -> list[Outcome]:
-        self._pipe.move(len(slots))
+        self._up.move(len(slots))
         self.bytes_written += len(slots) * self._block_bytes
         return [Outcome(Status.DONE, STAND_IN)] * len(slots)
 

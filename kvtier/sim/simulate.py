@@ -216,7 +216,8 @@ class Simulation:
         if hbm is not None and hbm.blocks is not None:
             self.hbm = ReplayedTier(hbm.options.policy, hbm.blocks, self.longest, work.metas)
         below = [rung for rung in rungs if rung.scheme != HBM]
-        self.device = DeviceStandIn(self.longest, machine.block_bytes, self._pipe(below[0]))
+        down, up = self._pipe(below[0]), self._pipe(below[0])
+        self.device = DeviceStandIn(self.longest, machine.block_bytes, down, up)
         self._media: dict[str, SlotStandIn | KeyStandIn] = {}
         self.store = self._opened(below, gated=gated, deadline=deadline)
         self.open = 0
@@ -225,17 +226,16 @@ class Simulation:
         self._keeping = False
         self._before: dict[str, tuple[int, int]] = {}
 
-    def run(self, progress: Callable[[int], None] = lambda _: None) -> Books:
-        """Play the whole trace; ``progress`` is told the number of each request that comes."""
-        self._arrive(0, progress)
+    def run(self, goes_on: Callable[[int], bool] = lambda _: True) -> Books:
+        """Play the trace; ``goes_on`` is told the number of each request that comes, and says whether it and others still do."""
+        self._arrive(0, goes_on)
         self.schedule.run()
         wrong = self.store.check_integrity()
         assert not wrong, f"the store disagrees with itself: {wrong[0]}"
         self.schedule.close()
-        before = self._before
-        self.books.moved = {
-            name: (read - before[name][0], written - before[name][1]) for name, (read, written) in self._moved().items()
-        }
+        for name, (read, written) in self._moved().items():
+            read_before, written_before = self._before.get(name, (read, written))
+            self.books.moved[name] = (read - read_before, written - written_before)
         return self.books
 
     def _pipe(self, rung: Rung) -> Pipe:
@@ -269,13 +269,14 @@ class Simulation:
         order = policy.make(rung.options.policy, rung.blocks)
         return SlotTier(rung.name, rung.options, slots, raw, workers, meter, lock, order, self.schedule)
 
-    def _arrive(self, number: int, progress: Callable[[int], None]) -> None:
-        progress(number)
+    def _arrive(self, number: int, goes_on: Callable[[int], bool]) -> None:
+        if not goes_on(number):
+            return
         if number == self._first:
             self._before = self._moved()
             self.books.began = self.schedule.now
         if number + 1 < len(self.work.chains):
-            self.schedule.at(self.work.times[number + 1], partial(self._arrive, number + 1, progress))
+            self.schedule.at(self.work.times[number + 1], partial(self._arrive, number + 1, goes_on))
         self.open += 1
         self._keep_up()
         _Request(self, number, counted=number >= self._first).begin()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.key import Address
 from kvtier.sim.clock import Schedule, TimedWorkers
+from kvtier.sim.media import DeviceStandIn, Pipe
 from kvtier.sim.replay import Counting, Workload, workload
-from kvtier.sim.simulate import STEP_SECONDS, Books, Machine, Simulation, ladder
+from kvtier.sim.simulate import STEP_SECONDS, Books, Machine, Simulation, _Request, ladder
 from kvtier.sim.traces import Reference
 from kvtier.transfer.workers import Urgency
 from kvtier.url import TierUrl
@@ -182,6 +185,47 @@ def test_a_model_and_a_gpu_say_what_blocks_weigh_and_prefill_takes(
     path = mooncake(tmp_path / "t", [(1, 2), (1, 2)])
     assert main(["simulate", "--trace", str(path), "--tier", "dram://?capacity=1GiB"]) == 0
     assert "blocks of 512 tokens and 64MiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("after", [10, 150])
+def test_a_simulation_that_is_stopped_tells_what_it_has_and_says_so(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "t.jsonl", tmp_path / "out.json"
+    mooncake(path, drawn_chains(7, 200))
+    begin = _Request.begin
+
+    def begun(request: _Request) -> None:
+        if request._name == f"r{after}":
+            os.kill(os.getpid(), signal.SIGINT)
+        begin(request)
+
+    monkeypatch.setattr(_Request, "begin", begun)
+    assert main(["simulate", "--trace", str(path), *TIERS, *SPEED, "--json", str(out)]) == 130
+    said = capsys.readouterr()
+    counting = max(0, after + 1 - 100)
+    assert f"stopped by SIGINT: {counting} requests" in said.err
+    assert ("hit rate" in said.out) == out.exists() == (counting > 0)
+    if counting:
+        told = json.loads(out.read_text())
+        assert (told["requests"], told["complete"]) == (counting, False)
+        assert {row["tier"] for row in told["rows"]} >= {"dram", "nvme"}
+
+
+def test_a_device_takes_blocks_while_it_gives_others() -> None:
+    schedule, ended = Schedule(), dict[str, float]()
+    device = DeviceStandIn(4, BLOCK, Pipe(schedule, BLOCK, BLOCK, 0.0), Pipe(schedule, BLOCK, BLOCK, 0.0))
+
+    def copy(name: str, act: Callable[[], object]) -> None:
+        act()
+        ended[name] = schedule.now
+
+    schedule.spawn(lambda: copy("save", lambda: device.read([0, 1, 2, 3], [])))
+    schedule.spawn(lambda: copy("load", lambda: device.write([0, 1], [])))
+    schedule.spawn(lambda: copy("later load", lambda: device.write([2], [])))
+    schedule.run()
+    schedule.close()
+    assert ended == {"save": 4.0, "load": 2.0, "later load": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from kvtier.abc.policy import Choice, EntryMeta, EvictionPolicy
 from kvtier.abc.store import Reason
 from kvtier.codec.frame import Asked, FrameHeader
 from kvtier.config import TierOptions
+from kvtier.errors import MediumFull
 from kvtier.key import Address, Lot, address
 from kvtier.machine import give_back_memory
 from kvtier.metrics import TierMetrics
@@ -253,17 +255,20 @@ class SlotTier(LowerTier):
         return self._known_lots.setdefault(lot, lot)
 
     def _make_room(self, count: int) -> list[Slot]:
-        """Up to ``count`` slots to write to. A slot is reused only after its delete is committed."""
+        """Up to ``count`` slots to write to. A slot is reused only after its delete is committed.
+
+        What left before goes first: where an index that is full takes no deletes, nothing more is to leave for nothing.
+        """
+        if self._leaving:
+            self._let_go()
         with self._lock:
             now = self._clock()
             self._pins.expire(now)
             victims = self.pool.victims(max(0, count - self.pool.free), now, fewer=True) or []
             self.lost_room([self._retire(slot, evicted=True) for slot in victims])
             self._leaving += victims
-            leaving = bool(self._leaving)
         if victims:
             self.metrics.evicted(Reason.EVICTED, len(victims))
-        if leaving:
             self._let_go()
         with self._lock:
             got = self.pool.allocate(min(count, self.pool.free), 0.0, evict=False)
@@ -318,7 +323,8 @@ class SlotTier(LowerTier):
             self._let_go()
 
     def _ping(self) -> None:
-        self._let_go()
+        with suppress(MediumFull):  # which is an answer: what is there can be read
+            self._let_go()
 
     def identities(self) -> set[bytes]:
         nobody: set[bytes] = set()

@@ -240,3 +240,24 @@ def test_blocks_from_a_tier_with_a_codec_or_a_key_of_its_own_prove_in_the_tier_a
     assert bench.load(keys, "again") == 4
     assert [block.tier for block in bench.store.explain("again")] == ["nvme"] * 4
     assert bench.metrics.value("kvtier_tier_sum_failures_total", tier="nvme") == 0
+
+
+def test_an_index_that_is_full_loses_no_more_blocks_than_one_batch(tmp_path: Path) -> None:
+    """Each save evicted as many blocks as it had, whose slots then could not be freed: in the end nothing was left."""
+    fault = Faulty("commit", error=MediumFull("ordered"))
+    fault.active = False
+    bench = make_bench(nvme=tmp_path / "n", nvme_fault=fault)
+    tier = bench.tiers[0]
+    for number in range(tier.counts()["free"] // 4):
+        bench.save(chain(number, 4))
+    full = tier.counts()["ready"]
+    fault.active = True
+    for number in range(100, 105):
+        bench.save(chain(number, 4))
+    assert tier.counts()["ready"] >= full - 4
+    tier.degrade("for another reason")
+    revived(bench)  # although nothing can be deleted: what is there can be read
+    fault.active = False
+    bench.save(chain(200, 4))
+    assert tier.counts() == {"free": 0, "writing": 0, "ready": full, "retiring": 0}
+    bench.idle()

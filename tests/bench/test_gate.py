@@ -15,7 +15,6 @@ from kvtier.bench.ablation import Found
 from kvtier.bench.engine import Passes
 from kvtier.bench.report import Stopped
 from kvtier.config import GateMode
-from kvtier.testing.requirements import require_machine
 from tests.support import ROOT, script
 
 FAST = "paced://smollm2-135m?gpu=h100&utilisation=0.01"
@@ -37,24 +36,23 @@ def test_every_factor_has_a_row_and_without_the_gate_a_slow_tier_is_slow(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gate", "--json", str(report), *options])
     told: dict[str, Any] = {}
-    in_time = False
-    for slow in (2.0, 8.0):
+    for slow in (2.0, 8.0, 32.0):  # a loaded machine may take longer for a step than a throttled tier for its blocks
         monkeypatch.setattr(module, "SLOW", slow)
         assert module.main() == 0
+        assert "[" in capsys.readouterr().err
         told = json.loads(report.read_text())
-        in_time = not any("cannot keep the pace" in wrong for wrong in told["wrong"])
-        if in_time:
+        assert told["complete"]
+        rows = {(row["what"], row["factor"]): row for row in told["rows"]}
+        assert {factor for _, factor in rows if factor is not None} == set(module.FACTORS)
+        assert {what for what, _ in rows} <= {"gate on", "gate off", "out of reach", "short, delayed", "long, delayed"}
+        judged = {what: row for what, row in rows.items() if what[0] != "out of reach"}
+        assert all(row["loaded_share"] + row["declined_share"] <= 1 for row in judged.values())
+        off, on = rows["gate off", 0.1], rows["gate on", 0.1]
+        assert off["loaded_share"] == 1.0
+        if off["ttft_p50_s"] > 2 * off["no_cache_ttft_p50_s"] and on["declined_share"] >= 0.5:
             break
-    assert told["complete"]
-    rows = {(row["what"], row["factor"]): row for row in told["rows"]}
-    assert {factor for _, factor in rows if factor is not None} == set(module.FACTORS)
-    assert {what for what, _ in rows} <= {"gate on", "gate off", "out of reach", "short, delayed", "long, delayed"}
-    judged = {what: row for what, row in rows.items() if what[0] != "out of reach"}
-    assert all(row["loaded_share"] + row["declined_share"] <= 1 for row in judged.values())
-    assert "[" in capsys.readouterr().err
-    require_machine(in_time, "a machine quiet enough to keep the pace of a paced model")
-    assert rows["gate off", 0.1]["loaded_share"] == 1.0
-    assert rows["gate on", 0.1]["declined_share"] >= 0.5, "what is not loaded is the gate's doing"
+    else:
+        pytest.fail(f"without the gate a slow tier is not slow, or with it it is used: {told['rows']}")
 
 
 def test_a_run_that_is_ended_keeps_what_it_found_and_passes_nothing(

@@ -29,7 +29,7 @@ from kvtier.storage_backends.nvme_directory import (
     stride_of,
 )
 from kvtier.storage_backends.nvme_file import PAGE_BYTES, SlotFile
-from kvtier.storage_backends.nvme_journal import SCHEMA, NvmeJournal, look_through
+from kvtier.storage_backends.nvme_journal import SCHEMA, NvmeJournal, look_through, meant, passes
 
 _TWICE = "SELECT stride, slot FROM block GROUP BY 1, 2 HAVING count(*) > 1"
 ASK = "ask that server itself with `kvtier doctor --base-url URL` or `--uds PATH`, or stop it first"
@@ -141,6 +141,8 @@ class NvmeAuditor(Auditor):
                         return rebuild(FindingKind.DOUBLE_SLOT, detail=detail)
                     look_through(database)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if passes(error):
+                raise meant(error, path) from error
             found = str(error)
         return rebuild(FindingKind.LOST_INDEX, detail=found) if found != "ok" else None
 

@@ -93,6 +93,23 @@ def look_through(database: sqlite3.Connection) -> None:
         database.execute(f"SELECT * FROM {table}").fetchall()  # noqa: S608 - raises where a text is not UTF-8
 
 
+_PASSING = {"SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_SHMMAP"}
+"""Errors of a write, and of the log's index, which a full disk has no room for."""
+
+
+def passes(error: Exception) -> bool:
+    """Whether an error says nothing of what the database holds: another process has it locked, or the disk takes nothing."""
+    return str(error) in ("database is locked", "database or disk is full") or (
+        getattr(error, "sqlite_errorname", None) in _PASSING  # from Python 3.11 on
+    )
+
+
+def meant(error: Exception, path: Path) -> MediumError:
+    """What SQLite's error means for the tier."""
+    kind = MediumFull if "full" in str(error) else MediumError
+    return kind(f"NVMe index {path}: {error}")
+
+
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -117,13 +134,9 @@ class NvmeJournal(Journal):
         self.lost: str | None = None
         """Why an existing database could not be used."""
         try:
-            self._database = self._opened()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter is of a damaged schema
-            self.lost = str(error)
-            self.fresh = True
-            for part in self._files():
-                part.unlink(missing_ok=True)
-            self._database = self._opened()
+            self._database = self._opened_or_anew()
+        except sqlite3.Error as error:
+            raise meant(error, path) from error
         try:
             self._drop_origins()
             if self.fresh:
@@ -134,6 +147,18 @@ class NvmeJournal(Journal):
 
     def _files(self) -> list[Path]:
         return [self._path, Path(f"{self._path}-wal"), Path(f"{self._path}-shm")]
+
+    def _opened_or_anew(self) -> sqlite3.Connection:
+        try:
+            return self._opened()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter is of a damaged schema
+            if passes(error):
+                raise
+            self.lost = str(error)
+            self.fresh = True
+            for part in self._files():
+                part.unlink(missing_ok=True)
+            return self._opened()
 
     def _opened(self) -> sqlite3.Connection:
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same mode
@@ -179,8 +204,7 @@ class NvmeJournal(Journal):
                         self._database.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
-                kind = MediumFull if "full" in str(error) else MediumError
-                raise kind(f"NVMe index {self._path}: {error}") from error
+                raise meant(error, self._path) from error
 
     def load(self) -> Iterator[Record]:
         once: dict[Address, Address] = {}

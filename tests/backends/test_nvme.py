@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.abc.medium import MediumContext, Status
-from kvtier.errors import ConfigError, MediumError
+from kvtier.errors import ConfigError, MediumError, MediumFull
 from kvtier.quantity import Bytes
+from kvtier.storage_backends import nvme_audit, nvme_journal
 from kvtier.storage_backends.nvme import NvmeMedium
+from kvtier.storage_backends.nvme_audit import NvmeAuditor
 from kvtier.testing.media import LastingMediumSuite, SlotMediumSuite
 from kvtier.testing.requirements import require_machine
 from kvtier.transfer.copy import read_frames, write_frames
@@ -230,6 +232,44 @@ def other_format(database: Path) -> None:
     content = bytearray(database.read_bytes())
     content[18] = 3
     database.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("says", "named", "kind"),
+    [
+        ("database is locked", "SQLITE_BUSY", MediumError),
+        ("database or disk is full", "SQLITE_FULL", MediumFull),
+        ("disk I/O error", "SQLITE_IOERR_SHMSIZE", MediumError),
+    ],
+)
+def test_a_database_that_cannot_be_opened_for_now_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, named: str, kind: type[MediumError]
+) -> None:
+    """It was deleted and made anew from header pages, and blocks that had been dropped were back."""
+
+    def error(_: sqlite3.Connection) -> None:
+        failed = sqlite3.OperationalError(says)
+        vars(failed).update(sqlite_errorname=named)  # as Python does from 3.11 on
+        raise failed
+
+    batch = Batch(3, BLOCK)
+    medium = opened(tmp_path)
+    demoted(medium, batch, [0, 1, 2])
+    medium.journal.commit([], [1])
+    medium.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(nvme_journal, "look_through", error)
+        patched.setattr(nvme_audit, "look_through", error)
+        with pytest.raises(kind, match=says):
+            opened(tmp_path)
+        with (
+            pytest.raises(kind, match=says),
+            closing(NvmeAuditor(tmp_path, NvmeMedium.Params(capacity=Bytes(MIB)))) as audit,
+        ):
+            list(audit.look(lambda _done, _of: None))
+    again = opened(tmp_path)
+    assert {row.slot for row in again.journal.load()} == {0, 2}
+    again.close()
 
 
 @pytest.mark.parametrize("spoil", [lose, corrupt, other_schema, other_format, unfinished])

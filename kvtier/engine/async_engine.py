@@ -104,7 +104,7 @@ class AsyncEngine:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits for an answer is told
+        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits for an answer is told
             _log.exception("a step failed; the engine stops")
             self.fault = f"the engine stopped: {error!r}"
             self._call(self._fail_all)

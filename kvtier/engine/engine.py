@@ -125,6 +125,8 @@ class Engine:
         self._inbox: collections.deque[Sequence | list[Sequence]] = collections.deque()
         """What has come, and the continuations of what is to end: an id may have been given again by then."""
         self._groups: dict[str, list[Sequence]] = {}
+        self._names: set[str] = set()
+        """What the connector knows the continuations of open requests by."""
         self._last_progress = clock()
         self._last_step = 0.0
         self._exchange.register(hbm, misfit(kv, identity.layout))
@@ -177,8 +179,8 @@ class Engine:
         tokens = list(request.prompt)
         chain.extend(tokens)
         with self._door:
-            if request.id in self._groups:
-                raise RequestError(f"a request with the id {request.id!r} is already open")
+            if not self._names.isdisjoint(request.names):
+                raise RequestError(f"a request with the id {request.id!r} is already open, or known by the same name")
             seed = self._random.getrandbits(62) if sampling.seed is None else sampling.seed
             sequence = Sequence(
                 group=Group(request, stats, seed, unfinished=sampling.n),
@@ -191,6 +193,7 @@ class Engine:
                 forks=sampling.n - 1,
             )
             self._groups[request.id] = [sequence]
+            self._names |= request.names
             if not sequence.hints.no_load:
                 usable = (len(request.prompt) - 1) // self._cache.block_tokens
                 self._exchange.expect(
@@ -427,6 +430,7 @@ class Engine:
                 self.recorder.ended(group.request.id)
             with self._door:  # last: from here on its id may be given again
                 del self._groups[group.request.id]
+                self._names -= group.request.names
             self._tally.finished(group.stats, group.request.sampling.n, finish)
         return Output(
             group.request.id, sequence.index, tokens, text, group.stats, finish, not group.unfinished, logprob

@@ -31,7 +31,7 @@ class Request:
     """One prompt and how it is to be continued."""
 
     id: str
-    """Unique among the engine's unfinished requests."""
+    """Unique among the engine's unfinished requests, and what none of their continuations is known by."""
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -43,6 +43,15 @@ class Request:
     """What is asked of the tiers below HBM for this request's blocks."""
     capture_logits: bool = False
     """Keep the logits that the first token was chosen from, for exactness checks."""
+
+    def known_by(self, index: int) -> str:
+        """What the connector knows continuation ``index`` by."""
+        return self.id if index == 0 else f"{self.id}/{index}"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What its continuations are known by. Connectors keep their books by name, so no two open requests may share one."""
+        return frozenset(map(self.known_by, range(self.sampling.n)))
 
     def check(self, *, vocab: int, max_length: int, sequences: int, spells: bool) -> None:
         """Raise `RequestError` for what an engine can never serve.

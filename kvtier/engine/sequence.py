@@ -100,7 +100,7 @@ class Sequence:
     @property
     def id(self) -> str:
         """What the connector knows this continuation by."""
-        return self.group.request.id if self.index == 0 else f"{self.group.request.id}/{self.index}"
+        return self.group.request.known_by(self.index)
 
     @property
     def hints(self) -> Hints:

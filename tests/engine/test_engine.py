@@ -20,7 +20,7 @@ from kvtier.errors import RequestError
 from kvtier.metrics import Metrics
 from tests.support import until
 
-from .support import BLOCK, CONFIG, DictConnector, Faults, expected, greedy, make_engine, prompt
+from .support import BLOCK, CONFIG, DictConnector, Faults, drain, expected, greedy, make_engine, prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +55,20 @@ def test_a_prompt_longer_than_the_pool_is_refused_and_one_that_fills_it_is_serve
     engine.add_request(greedy("b", (1,)))
     with pytest.raises(RequestError, match="already open"):
         engine.add_request(greedy("b", (1,)))
+
+
+def test_no_request_is_known_by_the_name_of_anothers_continuation() -> None:
+    """The connector keeps its books by name: a match of the one would be given up, or ended, for the other."""
+    engine = make_engine()
+    forked = Request("r", prompt(1, 9), SamplingParams(max_tokens=4, n=2, seed=1))
+    namesake = greedy("r/1", prompt(2, 9))
+    for first, second in ((forked, namesake), (namesake, forked)):
+        engine.add_request(first)
+        with pytest.raises(RequestError, match="known by the same name"):
+            engine.add_request(second)
+        engine.add_request(greedy("r/2", prompt(2, 9)))
+        drain(engine)
+    assert len(engine.run([forked])) == 2 and len(engine.run([namesake])) == 1
 
 
 def test_no_token_limit_means_as_long_as_the_engine_holds() -> None:
@@ -291,13 +305,16 @@ async def test_waiting_for_a_match_does_not_spin() -> None:
     assert await engine.close(5.0)
 
 
-async def test_a_step_that_fails_ends_every_request_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raised", [RuntimeError, SystemExit])
+async def test_a_step_that_fails_ends_every_request_and_says_so(
+    raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = make_engine()
     engine = AsyncEngine(core)
     engine.start()
 
     def broken(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("out of luck")
+        raise raised("out of luck")
 
     monkeypatch.setattr(core._model, "forward", broken)
     outputs = [output async for output in engine.open([greedy("a", prompt(1, 5))])]

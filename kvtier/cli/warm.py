@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.abc.store import MOST_PIN_SECONDS, Hints
-from kvtier.cli.ask import Refused, add_server_arguments, asked, fetched
+from kvtier.cli.ask import ANSWER_SECONDS, Refused, add_server_arguments, asked, fetched
 from kvtier.errors import ConfigError
 from kvtier.params import nearest
 from kvtier.quantity import counted, parse_seconds
@@ -29,6 +29,8 @@ PREFILL_SECONDS = 600.0
 SAVING_SECONDS = 5.0
 """How long is waited, once all is computed, for what is still being saved."""
 POLL_SECONDS = 0.05
+LEAST_SECONDS = 0.001
+"""For an answer, where no time is left."""
 SAMPLE = re.compile(
     r"^kvtier_tier_(pinned_blocks|pins_refused_total|queue_depth)\{([^}]*)\} (\d{1,20}(?:\.\d{1,20})?(?:e\+\d\d)?)$",
     re.MULTILINE,
@@ -61,21 +63,23 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + timeout
     hints = _hints("--pin or --priority", {"pin_seconds": pin, "priority": args.priority})
     warmed = failed = late = 0
-    before = _pins(args)
+    before = _pins(args, _left(deadline))
     for path in map(Path, args.file):
         for where, given in _given(path):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= deadline:
                 late += 1
                 continue
             try:
                 prompt = Prompt.of(given, hints)
-                tokens, cached = _warm(args, prompt, min(PREFILL_SECONDS, left))
+                tokens, cached = _warm(args, prompt, deadline)
             except (Wrong, Refused) as wrong:
                 print(f"{where}: {wrong}", file=sys.stderr)
                 failed += 1
                 continue
             except ConfigError as gone:
+                if time.monotonic() >= deadline:
+                    late += 1
+                    continue
                 done = f" ({counted(warmed, 'prompt')} warmed before)" if warmed else ""
                 raise ConfigError(f"{where}: {gone}{done}") from gone
             warmed += 1
@@ -86,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
     if not warmed + failed + late:
         raise ConfigError(f"{', '.join(args.file)}: no prompt is in it")
     if late:
-        print(f"the time of {timeout:g} s was up before {counted(late, 'prompt')}", file=sys.stderr)
+        print(f"the time of {timeout:g} s was up: {counted(late, 'prompt')} not warmed", file=sys.stderr)
     if warmed:
-        print(_told(before, _pins(args, min(time.monotonic() + SAVING_SECONDS, deadline))))
+        saved = min(time.monotonic() + SAVING_SECONDS, deadline)
+        print(_told(before, _pins(args, max(_left(deadline), SAVING_SECONDS), saved)))
     return SOME_FAILED if failed or late else DONE
 
 
@@ -97,6 +102,11 @@ def _seconds(flag: str, text: str) -> float:
         return float(parse_seconds(text))
     except ValueError as wrong:
         raise ConfigError(f"{flag}: {wrong}") from None
+
+
+def _left(deadline: float, most: float = ANSWER_SECONDS) -> float:
+    """Seconds in which an answer has to come: at most so many."""
+    return max(LEAST_SECONDS, min(most, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +118,13 @@ class _Pins:
     saving: int
 
 
-def _pins(args: argparse.Namespace, until: float = 0.0) -> _Pins | None:
-    """As of when no save is under way, at ``until`` at the latest: blocks are pinned when they are saved. None: not told."""
+def _pins(args: argparse.Namespace, seconds: float, until: float = 0.0) -> _Pins | None:
+    """As of when no save is under way, at ``until`` at the latest: blocks are pinned when they are saved.
+
+    None where the server does not tell, or not within ``seconds``.
+    """
     while True:
-        text = fetched(args, "/metrics")
+        text = fetched(args, "/metrics", seconds)
         samples = [] if text is None else SAMPLE.findall(text)
         if not samples:
             return None
@@ -234,23 +247,23 @@ def _value(line: str | Wrong) -> object:
         return Wrong(f"no JSON: {wrong}")
 
 
-def _warm(args: argparse.Namespace, prompt: Prompt, seconds: float) -> tuple[int, int]:
+def _warm(args: argparse.Namespace, prompt: Prompt, deadline: float) -> tuple[int, int]:
     """Have the server compute and pin one prompt: its tokens, and how many of them were there already."""
     hints = {
         "pin_seconds": prompt.hints.pin_seconds,
         "priority": prompt.hints.priority,
         "store_generated": prompt.hints.store_generated,
     }
-    beginning = prompt.prompt if prompt.prompt is not None else _common(args, prompt)
+    beginning = prompt.prompt if prompt.prompt is not None else _common(args, prompt, deadline)
     body = {"prompt": beginning, "max_tokens": 1, "temperature": 0, "kv_hints": hints, "cache_salt": prompt.salt}
-    usage = asked(args, "/v1/completions", body, "usage", "completion", seconds)["usage"]
+    usage = asked(args, "/v1/completions", body, "usage", "completion", _left(deadline, PREFILL_SECONDS))["usage"]
     try:
         return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
     except (TypeError, LookupError, ValueError, OverflowError):
         raise ConfigError(f"{args.server_uds or args.server_url}: its usage is no kvtier server's") from None
 
 
-def _common(args: argparse.Namespace, prompt: Prompt) -> list[int]:
+def _common(args: argparse.Namespace, prompt: Prompt, deadline: float) -> list[int]:
     """The tokens that all conversations with this system prompt and these tools begin with."""
     one, other = (
         asked(
@@ -262,6 +275,7 @@ def _common(args: argparse.Namespace, prompt: Prompt) -> list[int]:
             },
             "tokens",
             "tokens",
+            _left(deadline),
         )["tokens"]
         for said in ("a", "b")
     )

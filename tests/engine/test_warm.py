@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 from kvtier.abc.store import Hints
 from kvtier.cli.main import main
+from kvtier.cli.warm import _warm
 
 from .serving import Running
 from .support import BLOCK, DictConnector
@@ -80,6 +82,26 @@ def test_the_first_user_of_a_warm_prompt_finds_it(
     assert capsys.readouterr().out == told + NOTHING
 
 
+class Stub(BaseHTTPRequestHandler):
+    """Answers as its test says."""
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+@contextmanager
+def stub(answers: type[Stub]) -> Iterator[str]:
+    """A server that is none of ours; the flag that names it."""
+    with HTTPServer(("127.0.0.1", 0), answers) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            yield f"--base-url=http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
 def test_how_much_is_pinned_is_told_and_how_much_is_not(
     running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,13 +133,38 @@ def test_how_much_is_pinned_is_told_and_how_much_is_not(
 def test_the_time_for_all_of_it_is_bounded(
     running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 1.0, 70.0, 71.0, 72.0, 73.0])
-    monkeypatch.setattr("kvtier.cli.warm.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    now = 0.0
+
+    def warmed(*given: Any) -> tuple[int, int]:
+        nonlocal now
+        told = _warm(*given)
+        now += 61.0
+        return told
+
+    monkeypatch.setattr("kvtier.cli.warm.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("kvtier.cli.warm._warm", warmed)
     path = lines(tmp_path / "prompts.jsonl", {"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"})
     assert warm(running, path, "--timeout=1m") == 1
     shown = capsys.readouterr()
-    assert shown.err == "the time of 60 s was up before 2 prompts\n"
+    assert shown.err == "the time of 60 s was up: 2 prompts not warmed\n"
     assert f"{path}:1: 3 tokens" in shown.out and f"{path}:2" not in shown.out
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "one"}, {"system": "one"}], ids=["completion", "chat"])
+def test_a_server_that_does_not_answer_is_given_no_more_than_that_time(
+    prompt: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go = threading.Event()
+
+    class Silent(Stub):
+        def do_POST(self) -> None:
+            go.wait(60.0)
+
+    with stub(Silent) as url:
+        assert main(["warm", str(lines(tmp_path / "p.jsonl", prompt)), url, "--timeout=100ms"]) == 1
+        go.set()
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "the time of 0.1 s was up: 1 prompt not warmed\n")
 
 
 def test_each_line_is_a_prompt_and_each_wrong_one_is_named(
@@ -228,7 +275,7 @@ def test_a_server_that_fails_midway_is_one_line_and_what_was_done_is_told(
 ) -> None:
     answers = iter([(200, USAGE), (status, answer)])
 
-    class Failing(BaseHTTPRequestHandler):
+    class Failing(Stub):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             number, what = next(answers)
@@ -237,18 +284,9 @@ def test_a_server_that_fails_midway_is_one_line_and_what_was_done_is_told(
                 self.end_headers()
                 self.wfile.write(what if isinstance(what, bytes) else json.dumps(what).encode())
 
-        def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
-
     path = lines(tmp_path / "prompts.jsonl", {"prompt": "one"}, {"prompt": "two"})
-    with HTTPServer(("127.0.0.1", 0), Failing) as server:
-        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        serving.start()
-        try:
-            assert main(["warm", str(path), f"--base-url=http://127.0.0.1:{server.server_port}"]) == code
-        finally:
-            server.shutdown()
-            serving.join()
+    with stub(Failing) as url:
+        assert main(["warm", str(path), url]) == code
     shown = capsys.readouterr()
     (line,) = shown.err.splitlines()
     assert f"{path}:2: " in line and said in line and line.isprintable()

@@ -161,8 +161,9 @@ def test_a_server_that_does_not_answer_is_given_no_more_than_that_time(
             go.wait(60.0)
 
     with stub(Silent) as url:
-        assert main(["warm", str(lines(tmp_path / "p.jsonl", prompt)), url, "--timeout=100ms"]) == 1
+        code = main(["warm", str(lines(tmp_path / "p.jsonl", prompt)), url, "--timeout=100ms"])
         go.set()
+    assert code == 1
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "the time of 0.1 s was up: 1 prompt not warmed\n")
 

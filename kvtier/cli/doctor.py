@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit code 0: clean. 1: something was found, and with --fix repaired where that is ours to do. 2: could not run. "
         "NVMe directories are opened exclusively; where a server has one, --base-url or --uds asks that server. Files that are "
-        "not kvtier's are moved beside the directory, never deleted; on a Redis and in a shared folder they are only reported."
+        "not kvtier's are moved beside the directory, never deleted; on a Redis and in a shared folder they are only reported. "
+        "Sealed blocks are proven where the tier's URL has ?encrypt=KEYFILE; with another key file none is deleted."
     )
     parser.add_argument("--fix", action="store_true", help="repair: free or adopt slots, delete bad rows and values")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "?admission=, ?write_budget= and (names) ?ttl= that a server would be given; what changes nothing here is refused. "
         "The store, its tiers, queues and gate are the ones that serve; media, clock and "
         "threads are stand-ins. A request's first token is its tiers' time and its own prefill: nobody waits for a GPU that "
-        f"others use. Models: {', '.join(MODELS)}; or the path of a config.json. GPUs: {', '.join(GPUS)}."
+        "others use. Ctrl-C leaves the figures of the requests that have come. "
+        f"Models: {', '.join(MODELS)}; or the path of a config.json. GPUs: {', '.join(GPUS)}."
     )
     add = parser.add_argument
     add("--trace", type=Path, required=True, metavar="FILE", help="a recorded workload, as `kvtier replay` reads it")

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 HEAD_SECONDS = 30.0
 """A connection without a request is looked at so often, and ends the second time."""
 TAKE_SECONDS = 60.0
-"""An answer of which nothing is taken for so long is given up, and what computes it ends."""
+"""An answer of which so little is taken that it waits for room for so long is given up, and what computes it ends."""
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # whichever of its two parsers uvicorn finds

@@ -13,7 +13,7 @@ import pytest
 import redis
 import redis.exceptions as foreign
 
-from kvtier.abc.medium import Status
+from kvtier.abc.medium import Outcome, Status
 from kvtier.codec.catalogue import codec_named
 from kvtier.codec.frame import HEADER_BYTES
 from kvtier.config import redis_url
@@ -287,11 +287,14 @@ def test_a_full_server_pauses_writes_and_goes_on_reading(tmp_path: Path, policy:
         )
         assert sum(one.done for one in found) > 5
         if policy == "noeviction":
-            late = medium.write(names(1, seed=9), [[data]])[0]
-            assert late.status is Status.FULL
-            assert "out of memory" in late.detail
+
+            def late() -> Outcome:
+                return medium.write(names(1, seed=9), [[data]])[0]
+
+            until(lambda: "writes paused: next try in" in late().detail, 20.0, "the server is not asked for a while")
+            assert (late().status, "out of memory" in late().detail) == (Status.FULL, True)
             medium.delete(wanted)
-            until(lambda: medium.write(names(1, seed=9), [[data]])[0].done, 60.0, "it is written to again")
+            until(lambda: late().done, 60.0, "it is written to again")
         with behind(server) as client:
             assert all(int(str(client.pttl(name))) > 0 for name in client.scan_iter(count=1000))
         medium.close()

@@ -7,13 +7,14 @@ row was lost.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
@@ -125,6 +126,8 @@ class NvmeJournal(Journal):
         self._stride = stride
         self._lock = threading.Lock()
         self._copying = threading.Lock()
+        self._unsafe: frozenset[str] = frozenset()
+        """Names of epochs that the copy may lack."""
         self._touched: dict[int, float] = {}
         self._flushed = time.monotonic()
         self._origins: dict[_Origin, int] | None = None
@@ -139,8 +142,7 @@ class NvmeJournal(Journal):
             raise meant(error, path) from error
         try:
             self._drop_origins()
-            if self.fresh:
-                self.raise_epochs(self._copied_epochs(), {})
+            self._take_copied_epochs()
         except BaseException:
             self._database.close()
             raise
@@ -295,19 +297,29 @@ class NvmeJournal(Journal):
             return dict(database.execute("SELECT digest, text FROM about WHERE kind = ?", (kind,)))
 
     def epochs(self) -> dict[str, int]:
+        """Those that would outlive the database: whoever has raised one that is not here has to raise it again."""
+        unsafe = self._unsafe
+        return {name: epoch for name, epoch in self._epochs().items() if name not in unsafe}
+
+    def _epochs(self) -> dict[str, int]:
         with self._transaction() as database:
             return dict(database.execute("SELECT name, epoch FROM epoch"))
 
     def raise_epochs(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
+        with self._copying:
+            self._unsafe = self._unsafe | wanted.keys()
+            self._raise(wanted, implied)
+            if wanted:
+                self._copy_epochs()
+                self._unsafe = frozenset()
+
+    def _raise(self, wanted: Mapping[str, int], implied: Mapping[str, int]) -> None:
         with self._transaction() as database:
             database.executemany(
                 "INSERT INTO epoch VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
                 wanted.items(),
             )
             database.executemany("DELETE FROM epoch WHERE name = ? AND epoch <= ?", implied.items())
-        if wanted:
-            with self._copying:
-                self._copy_epochs()
 
     def _copy_epochs(self) -> None:
         """A copy outside the database, on the disk when this returns: what was cleared must not come back from header pages."""
@@ -315,12 +327,34 @@ class NvmeJournal(Journal):
         try:
             file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(file, "w", encoding="utf-8") as text:
-                json.dump(self.epochs(), text)
+                json.dump(self._epochs(), text)
                 text.flush()
                 os.fsync(text.fileno())
             fresh.replace(self._epochs_copy)
+            folder = os.open(fresh.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         except OSError as error:
-            raise MediumError(f"{self._epochs_copy}: {error.strerror}") from error
+            kind = MediumFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else MediumError
+            raise kind(f"{self._epochs_copy}: {error.strerror}") from error
+
+    def _take_copied_epochs(self) -> None:
+        """A database that is new has none, and one whose machine lost its power may lack the last ones."""
+        try:
+            copied = self._copied_epochs()
+        except MediumError:
+            if self.fresh:
+                raise
+            copied = {}
+        rows = self._epochs()
+        lacking = {name: epoch for name, epoch in copied.items() if rows.get(name, 0) < epoch}
+        if lacking:  # else a disk that is full to the last byte is not to be written to
+            self._raise(lacking, {})
+        if rows | lacking != copied:
+            with suppress(MediumFull):
+                self._copy_epochs()
 
     def _copied_epochs(self) -> dict[str, int]:
         try:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.abc.medium import Status
-from kvtier.errors import CapacityError, MediumError
+from kvtier.errors import CapacityError, MediumError, MediumFull
 from kvtier.storage_backends import nvme_file
+from kvtier.storage_backends.nvme_journal import NvmeJournal
 from kvtier.testing.requirements import require_machine
 from kvtier.transfer.copy import write_frames
 
@@ -181,3 +182,53 @@ def test_a_tier_that_cannot_commit_says_so(tmp_path: Path) -> None:
     medium.journal._database.execute("PRAGMA query_only = 0")
     assert list(medium.journal.load()) == []
     medium.close()
+
+
+def test_a_clear_that_a_full_disk_did_not_take_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database had it and the copy never got it, so that a database that was lost brought cleared blocks back."""
+    journal = NvmeJournal(tmp_path / "index.sqlite", 8192)
+    journal.raise_epochs({"narrow": 1}, {})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(MediumFull, match="No space left"):
+            journal.raise_epochs({"wide": 2}, {"narrow": 2})
+        assert journal.epochs() == {}, "whoever asks sees that it is still to be told"
+        journal.seal()
+        journal.close()
+        journal = NvmeJournal(tmp_path / "index.sqlite", 8192)
+        assert journal.epochs() == {"narrow": 1, "wide": 2}, "what the copy has kept does no harm"
+        with pytest.raises(MediumFull, match="No space left"):
+            journal.raise_epochs({"other": 3}, {})
+    journal.raise_epochs({"other": 3}, {})
+    assert journal.epochs() == {"narrow": 1, "wide": 2, "other": 3}
+    journal.close()
+    for part in tmp_path.glob("index.sqlite*"):
+        part.unlink()
+    again = NvmeJournal(tmp_path / "index.sqlite", 8192)
+    assert again.epochs() == {"narrow": 1, "wide": 2, "other": 3}
+    again.close()
+
+
+def test_a_clear_outlives_a_database_that_lost_its_last_transactions(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    journal = NvmeJournal(path, 8192)
+    journal.raise_epochs({"all": 1}, {})
+    journal.seal()
+    journal.close()
+    before = path.read_bytes()
+    journal = NvmeJournal(path, 8192)
+    journal.raise_epochs({"all": 2}, {})
+    journal.close()
+    path.write_bytes(before)  # as after a power cut: the write-ahead log is not waited for
+    journal = NvmeJournal(path, 8192)
+    assert journal.fresh is False
+    assert journal.epochs() == {"all": 2}
+    journal.close()
+    (tmp_path / "epochs.json").write_text("damaged")
+    journal = NvmeJournal(path, 8192)
+    assert journal.epochs() == {"all": 2}, "a copy is needed only where the database is not enough"
+    journal.close()

@@ -112,6 +112,8 @@ def test_redis_stops_answering_under_load(tiny: Tiny, redis: ValkeyServer) -> No
         stopped = expect_right(house, tiny, {12: redis.pause})
         print(f"{len(tiny.prompts)} requests took {usual:.2f} s, and {stopped:.2f} s while Redis stood still")
         assert stopped < usual * 3 + 10.0
+        asked = house.count("failures", "redis", verb="probe")
+        assert asked <= 8 < len(tiny.prompts) / 2, "but for what was under way nobody asks it any more"
         assert house.store.health()["redis"].startswith("degraded: ")
         redis.resume()
         print(f"used again after {used_again(house, tiny, 'redis'):.1f} s")

@@ -1,4 +1,4 @@
-"""What this machine, or the container around this process, has left, and what this process has."""
+"""What this machine, or the container around this process, has left; what this process has, and how it keeps it."""
 
 from __future__ import annotations
 

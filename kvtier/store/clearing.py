@@ -77,6 +77,8 @@ class Clearing:
         self._scopes = Scopes([tier.name for tier in parts.tiers])
         self._places = {tier.name: _Place() for tier in parts.tiers}
         self._starting = threading.Lock()
+        for tier in parts.tiers:
+            tier.teach = partial(self.learn, tier)
         self._swept = 0
         self._sweep_began = 0
         self._next_slot = 0
@@ -115,6 +117,7 @@ class Clearing:
             if rows is None:
                 return tier.degraded or "it could not say what has been cleared"
             self.epochs.merge(rows)
+            tier.newest_epoch = max(rows.values(), default=0)
             changes = self.epochs.changes
             wanted, implied = self.epochs.lacking(rows)
             self._learn_models(tier)

@@ -97,6 +97,10 @@ class LowerTier(ABC):
         self._tried = 0.0
         self._complained: dict[str, float] = {}
         self._medium = medium
+        self.newest_epoch = 0
+        """The latest clear that the medium was seen to know."""
+        self.teach: Callable[[], object] = lambda: None
+        """Tell the medium what has been cleared; whoever keeps the epochs gives it."""
         self._introduction: tuple[bytes, str] | None = None
         """Our identity's record, until the medium has it."""
         self._newcomer: bool | None = None
@@ -239,11 +243,18 @@ class LowerTier(ABC):
         return outcomes
 
     def _written(self, parcels: Sequence[Parcel]) -> list[Outcome]:
+        """A block goes only where a clear as late as its own is known: whoever clears next reads that, and is later."""
+        if any(parcel.header.epoch > self.newest_epoch for parcel in parcels):
+            self.teach()
+        newest = self.newest_epoch
+        told = [parcel for parcel in parcels if parcel.header.epoch <= newest]
         try:
-            return _whole((self._put(parcels), parcels), len(parcels))[0]
+            outcomes = iter(_whole((self._put(told), told), len(told))[0] if told else [])
         except MediumFull as full:
             self.metrics.failed("write")
             return [Outcome(Status.FULL, 0, str(full))] * len(parcels)
+        untold = Outcome(Status.FULL, 0, "it could not be told yet what was cleared before they were computed")
+        return [next(outcomes) if parcel.header.epoch <= newest else untold for parcel in parcels]
 
     def newcomer(self, identity: bytes, records: Mapping[bytes, str]) -> bool:
         """Whether the tier had no blocks of our identity before this process put some there; ``records`` are its present ones."""

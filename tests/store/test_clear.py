@@ -13,18 +13,20 @@ import pytest
 
 from kvtier.abc.medium import KeyMedium
 from kvtier.abc.store import Found, Reason, Selection
+from kvtier.errors import MediumFull
 from kvtier.key import Adapter, Scope
 from kvtier.storage_backends.memory import MemoryMedium
 from kvtier.storage_backends.redis import RedisMedium
 from kvtier.store import clearing
 from kvtier.store.clearing import EXPLAIN_SECONDS
 from kvtier.store.epochs import name_of
+from kvtier.testing.faults import Faulty, wrapped
 from kvtier.testing.valkey import ValkeyServer
 from kvtier.tier import key as tier_key
 from kvtier.tier import slot as tier_slot
 from tests.support import behind
 
-from .builders import IDENTITY, make_bench
+from .builders import IDENTITY, make_bench, span
 from .clears import asked, media, on, upkeep
 
 LORA = Adapter("lora", b"d" * 32)
@@ -442,3 +444,23 @@ def test_a_clear_that_is_seen_while_epochs_are_read_is_not_missed() -> None:
     assert bench.store._clearing.epochs.of("one", bytes(16), bytes(16)) == 3
     assert bench.store._clearing.epochs.of("other", bytes(16), bytes(16)) == 9
     bench.store.close()
+
+
+def test_a_later_clear_takes_what_was_computed_after_one_that_could_not_be_told() -> None:
+    """Two stores gave the same epoch to two clears, because the server was full at the first: its blocks outlived the second."""
+    server = MemoryMedium()
+    full = Faulty("raise_epochs", error=MediumFull("out of memory"))
+    one, other = make_bench(shared=wrapped(server, full)), make_bench(shared=server)
+    assert one.store.clear(Selection()).epoch == 1
+    between = span(range(64), scope=Scope(epoch=one.store.epoch(bytes(16))))
+    one.save(between)
+    cleared = other.store.clear(Selection())
+    assert cleared.tiers["shared"].trouble is None
+    after = span(range(64), scope=Scope(epoch=other.store.epoch(bytes(16))))
+    assert other.match(after).hits == 0
+    full.active = False
+    one.store.clear(Selection())
+    again = span(range(64), scope=Scope(epoch=one.store.epoch(bytes(16))))
+    one.save(again)
+    one.empty_dram()
+    assert one.load(again, "again") == len(again), "it is told as soon as something is to be written"

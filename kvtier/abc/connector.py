@@ -158,7 +158,10 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        """Slots of this step's loads that failed; asked after ``wait_for_layer_load``."""
+        """Slots of this step's loads that failed; asked after ``wait_for_layer_load``, and after an exception of any verb too.
+
+        When it returns or raises, nothing writes to any slot of these loads any more: they are used again at once.
+        """
 
 
 class KVConnector(ABC):

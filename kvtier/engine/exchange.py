@@ -1,7 +1,8 @@
 """The engine's side of the connector: what it asks, what it still owes, and what it does when the other side fails.
 
 Nothing that a connector does may stop the engine. An exception is logged once and from then on nothing more is asked of
-that connector, except which saves have ended: their slots stay held until it says so, because a copy may still read them.
+that connector, except to end the loads under way, because they write to slots that are used again at once, and which saves
+have ended: their slots stay held until it says so, because a copy may still read them.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Exchange:
         self._ask_seconds = ask_seconds
         self._held: Counter[tuple[str, Slot]] = Counter()
         """How many saves under way of each request read each slot: one that was offered again may have several."""
+        self._unplanned: list[tuple[str, tuple[int, ...]]] = []
+        """Saves that were taken and that no plan names yet: (request id, slots)."""
+        self._never_begun: list[tuple[str, tuple[int, ...]]] = []
+        """Saves that were taken before a fault and that nobody will begin."""
         self._gave_up: set[str] = set()
         self._starts: dict[str, int] = {}
         self._asked: deque[Future[None]] = deque()
@@ -190,6 +195,7 @@ class Exchange:
         taken = max(0, min(taken, len(slots)))
         self._cache.share(slots[:taken])
         self._held.update((sequence.id, slot) for slot in slots[:taken])
+        self._unplanned.append((sequence.id, tuple(slots[:taken])))
         sequence.offered = start + taken
 
     def finished(self, sequence: TokenSequence) -> None:
@@ -214,7 +220,11 @@ class Exchange:
         self._guarded(lambda c: c.scheduler.drop(span, reason), None)
 
     def plan(self) -> StepPlan:
-        return self._guarded(lambda c: c.scheduler.build_connector_meta(), StepPlan())
+        plan = self._guarded(lambda c: c.scheduler.build_connector_meta(), None)
+        if plan is None:
+            self._never_begun += self._unplanned
+        self._unplanned.clear()
+        return plan or StepPlan()
 
     def start_loads(self, plan: StepPlan) -> None:
         if plan.loads:
@@ -227,22 +237,37 @@ class Exchange:
         self._guarded(lambda c: c.worker.save_kv_layer(layer), None)
 
     def failed(self, plan: StepPlan, expected: frozenset[Slot]) -> frozenset[int]:
-        """Which of the ``expected`` slots hold garbage: those that failed, that no plan names, or all after a fault."""
-        if not expected:
-            return frozenset()
+        """Which of the ``expected`` slots hold garbage: those that failed, that no plan names, or all after a fault.
+
+        From here on no load writes to any of them. Asked even after a fault.
+        """
+        if self._connector is None or not expected:
+            return expected
+        began = time.perf_counter()
         planned = {slot for load in plan.loads for slot in load.slots}
-        broken = self._loading(lambda c: c.worker.get_block_ids_with_load_errors(), expected)
+        try:
+            broken = self._connector.worker.get_block_ids_with_load_errors()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self._break("get_block_ids_with_load_errors", error)
+            broken = expected
+        self.waited += time.perf_counter() - began
+        if not self.active:
+            return expected
         return frozenset(slot for slot in expected if slot in broken or slot not in planned)
 
     def start_saves(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the plan's saves, behind ``after``."""
-        if plan.saves:
+        if plan.saves and not self.active:
+            self._never_begun += [(save.request_id, save.slots) for save in plan.saves]
+        elif plan.saves:
             self._guarded(lambda c: c.worker.wait_for_save(plan, after), None)
 
     def collect(self) -> None:
         """Let go of the slots whose saves have ended. Asked even after a fault, as long as anything is held."""
         if self._connector is None or not (self._held or self.active):
             return
+        self._release(Finished(tuple(self._never_begun)))
+        self._never_begun.clear()
         try:
             ended = self._connector.worker.get_finished()
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on

@@ -199,6 +199,29 @@ def test_a_connector_that_raises_is_left_alone_and_serving_goes_on(verb: str) ->
     assert tokens_of(engine, requests) == want
     assert engine.cache_fault is not None and "is broken" in engine.cache_fault
     assert engine.check_integrity() == []
+    assert verb == "wait_for_save" or engine.settle(5.0), "only who may have begun to read slots still holds them"
+
+
+@pytest.mark.parametrize("verb", ["wait_for_layer_load", "save_kv_layer"])
+def test_a_load_has_ended_before_its_slots_are_anybodys_again(verb: str) -> None:
+    """Another verb raises while it is under way. What still comes of it lands in slots that the next request has by then."""
+    first, second = greedy("a", prompt(1, 24), tokens=2), greedy("b", prompt(2, 24), tokens=12)
+    connector = DictConnector()
+    engine = make_engine(9, connector=connector)
+    engine.run([first])
+    assert_idle(engine, connector)
+    engine.reset_prefix_cache()
+    connector.faults.raise_in = verb
+    assert tokens_of(engine, [first]) == expected([first])
+    assert engine.cache_fault is not None
+    engine.reset_prefix_cache()
+    engine.add_request(second)
+    outputs = engine.step()
+    connector.faults.raise_in = ""
+    for layer in range(CONFIG.layers):
+        connector.worker.wait_for_layer_load(layer)
+    outputs += drain(engine)
+    assert {"b": [tuple(token for output in outputs for token in output.tokens)]} == expected([second])
 
 
 def test_saved_slots_are_held_until_the_copy_has_ended() -> None:

@@ -284,6 +284,7 @@ def test_silence_below_is_bounded_in_real_time(monkeypatch: pytest.MonkeyPatch) 
         mad.how = "hangs"
         began = time.monotonic()
         assert served(engine, renamed([request], 1)) == want
-        assert PATIENCE * 0.9 < time.monotonic() - began < HANGS_SECONDS / 2
+        seconds = time.monotonic() - began
         mad.how = ""
         mad.free.set()
+    assert PATIENCE * 0.9 < seconds < 40 * PATIENCE, "not a minute for each second of it, however loaded the machine is"

@@ -106,13 +106,14 @@ def resident_bytes() -> int:
 
 
 def use_few_heaps() -> None:
-    """Let glibc keep `HEAPS` heaps from now on, unless ``MALLOC_ARENA_MAX`` says something else.
+    """Let glibc keep `HEAPS` heaps from now on, unless ``MALLOC_ARENA_MAX`` or ``GLIBC_TUNABLES`` says something else.
 
     By default each thread has one of its own, up to eight per core, and each grows to the most that its thread ever held at
     once. To be called before threads are started; does nothing with another C library.
     """
     mallopt = getattr(_libc, "mallopt", None)
-    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+    asked = "MALLOC_ARENA_MAX" in os.environ or "malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is not None and not asked:
         mallopt(_M_ARENA_MAX, HEAPS)
 
 

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvtier import machine as ours
 from kvtier.machine import available_memory
 
 
@@ -85,3 +87,16 @@ def test_threads_share_two_heaps_unless_someone_said_otherwise(asked: str | None
     out = tmp_path / "heaps.xml"
     subprocess.run([sys.executable, "-c", HEAPS, str(out)], env=environment, check=True, timeout=60)
     assert out.read_text().count("<heap nr=") in heaps
+
+
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_whoever_says_how_many_heaps_there_are_is_believed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(ours, "_libc", SimpleNamespace(mallopt=lambda *given: told.append(given)))
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    ours.use_few_heaps()
+    assert told == [(-8, 2)]
+    monkeypatch.setenv(name, "glibc.malloc.arena_max=8")
+    ours.use_few_heaps()
+    assert len(told) == 1

@@ -78,7 +78,7 @@ class Clearing:
         self._places = {tier.name: _Place() for tier in parts.tiers}
         self._starting = threading.Lock()
         for tier in parts.tiers:
-            tier.teach = partial(self.learn, tier)
+            tier.newest_epoch, tier.teach = 0, partial(self.learn, tier)
         self._swept = 0
         self._sweep_began = 0
         self._next_slot = 0

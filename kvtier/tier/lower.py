@@ -97,8 +97,8 @@ class LowerTier(ABC):
         self._tried = 0.0
         self._complained: dict[str, float] = {}
         self._medium = medium
-        self.newest_epoch = 0
-        """The latest clear that the medium was seen to know."""
+        self.newest_epoch = (1 << 32) - 1
+        """The latest clear that the medium was seen to know; the highest of all where nobody keeps epochs."""
         self.teach: Callable[[], object] = lambda: None
         """Tell the medium what has been cleared; whoever keeps the epochs gives it."""
         self._introduction: tuple[bytes, str] | None = None

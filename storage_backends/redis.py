@@ -28,7 +28,7 @@ from kvtier.quantity import Seconds
 from kvtier.storage_backends.breaker import CircuitBreaker
 from kvtier.storage_backends.iovec import total
 from kvtier.storage_backends.redis_audit import RedisAuditor
-from kvtier.storage_backends.redis_connections import Connections
+from kvtier.storage_backends.redis_connections import CORES, Connections
 from kvtier.storage_backends.redis_names import (
     ABOUT,
     ADDRESS_BYTES,
@@ -126,7 +126,10 @@ class RedisMedium(KeyMedium):
 
     io = "socket"
 
-    def __init__(self, where: str, make: Callable[[], Any], params: Params, value_bytes: int) -> None:
+    def __init__(
+        self, where: str, make: Callable[[], Any], params: Params, value_bytes: int, *, hands: int = CORES
+    ) -> None:
+        """``hands``: threads that a batch has at most; each is a copy that fills a core."""
         self._where = where
         self.ttl = params.ttl
         self._ttl_ms = int(params.ttl * 1000)
@@ -135,6 +138,7 @@ class RedisMedium(KeyMedium):
             where,
             make,
             params.connections,
+            hands=hands,
             value_bytes=value_bytes,
             timeout=params.timeout,
             scripts=params.scripts,
@@ -144,7 +148,11 @@ class RedisMedium(KeyMedium):
 
     @classmethod
     def open(cls, location: TierUrl, params: Params, context: MediumContext) -> RedisMedium:
-        return cls(_named(location), connection_maker(location, params), params, context.slot_bytes)
+        # Over plain TCP one core is better left to a server on the same host. A Unix socket holds too little for that: while
+        # one thread makes sums, another has to take what comes. Under TLS each thread also decrypts.
+        hands = max(1, CORES - 1) if location.scheme == "redis" else CORES
+        make = connection_maker(location, params)
+        return cls(_named(location), make, params, context.slot_bytes, hands=hands)
 
     @classmethod
     def auditor(cls, location: TierUrl, params: Params) -> RedisAuditor:

@@ -17,8 +17,7 @@ from kvtier.storage_backends.breaker import CircuitBreaker
 from kvtier.storage_backends.redis_names import raised
 from kvtier.storage_backends.redis_wire import Wire, translated
 
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-"""A batch has no more threads than that: each is a copy, and those above only take turns."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 T = TypeVar("T")
 Commands: TypeAlias = "list[tuple[Any, ...]]"
@@ -37,13 +36,18 @@ class Connections:
         make: Callable[[], Any],
         count: int,
         *,
+        hands: int,
         value_bytes: int,
         timeout: float,
         scripts: bool,
     ) -> None:
-        """``make`` gives a redis-py connection that is not connected yet. A call waits ``timeout`` seconds for a free one."""
+        """``make`` gives a redis-py connection that is not connected yet. A call waits ``timeout`` seconds for a free one.
+
+        ``hands``: threads that a batch has at most.
+        """
         self._where = where
         self._count = count
+        self._hands = hands
         self._timeout = timeout
         self._scripts = scripts
         self._wires: queue.LifoQueue[Wire] = queue.LifoQueue()
@@ -71,7 +75,7 @@ class Connections:
     def deal(self, job: Callable[[Wire, range, list[Outcome]], None], count: int) -> list[Outcome]:
         """``job`` for indices dealt out over the connections; raises where none of them got through."""
         outcomes = [Outcome(Status.FAILED, 0, "not tried")] * count
-        hands = min(self._count, count, _CORES)
+        hands = min(self._count, count, self._hands)
         if not hands:
             return outcomes
         self._breaker.check()  # once: behind a breaker that lets one call try, a batch is one call

@@ -65,9 +65,8 @@ class Sealer:
                 secret = file.read(_MOST_SECRET_BYTES + 1)
         except (OSError, ValueError) as failed:
             why = failed.strerror if isinstance(failed, OSError) else failed
-            there = isinstance(failed, OSError) and not isinstance(
-                failed, FileNotFoundError
-            )  # a key that may be in use
+            # A key that is there may be in use: nobody is told to make another.
+            there = isinstance(failed, OSError) and not isinstance(failed, FileNotFoundError)
             then = "whoever runs this has to own it" if there else how
             raise ConfigError(f"encrypt: cannot read the key file {path!r}: {why}; {then}") from None
         if not LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:

@@ -94,10 +94,11 @@ class SlotTier(LowerTier):
         to_our_clock = self._clock() - time.time()
 
         def meta(at: int) -> EntryMeta:
-            expires_at = None if math.isinf(expiries[at]) else expiries[at] + to_our_clock
+            expires_at = None if math.isinf(expiries[at]) else expiries[at]
             lot = self._lots[slots[at]]
             assert lot is not None, "given above"
-            return EntryMeta(parents[at], depths[at], self._slots.slot_bytes, expires_at=expires_at, tenant=lot.tenant)
+            told = EntryMeta(parents[at], depths[at], self._slots.slot_bytes, expires_at=expires_at, tenant=lot.tenant)
+            return told.shifted(to_our_clock)
 
         self.pool.adopt([Slot(slots[at]) for at in last.values()], list(last), map(meta, last.values()), 0.0)
 

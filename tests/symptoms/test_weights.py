@@ -45,18 +45,23 @@ def test_new_weights_under_an_old_name_never_read_its_cache(tmp_path: Path) -> N
         assert tiers.found(prompt(1, 4, identity=second)) == 0
 
 
-def test_two_revisions_of_one_model_share_nothing(tmp_path: Path) -> None:
-    """As the hub keeps them: equal files, but the revision is what they are named by."""
-    snapshots = tmp_path / "models--somebody--model" / "snapshots"
-    one, other = (identity_of(make_tiny_checkpoint(snapshots / name, seed=1)) for name in ("aaa", "bbb"))
-    assert one.model == other.model == "somebody/model"
-    below = nvme(tmp_path / "nvme", "16MiB")
+def share_nothing(folder: Path, one: Identity, other: Identity) -> None:
+    """What one saves into a directory it finds there again, and the other does not."""
+    below = nvme(folder / "nvme", "16MiB")
     with Tiers(dram(32, one), below, identity=one) as tiers:
         tiers.save(prompt(1, 4, identity=one))
         tiers.only_below()
         assert tiers.found(prompt(1, 4, identity=one)) == 4
     with Tiers(dram(32, other), below, identity=other) as tiers:
         assert tiers.found(prompt(1, 4, identity=other)) == 0
+
+
+def test_two_revisions_of_one_model_share_nothing(tmp_path: Path) -> None:
+    """As the hub keeps them: equal files, but the revision is what they are named by."""
+    snapshots = tmp_path / "models--somebody--model" / "snapshots"
+    one, other = (identity_of(make_tiny_checkpoint(snapshots / name, seed=1)) for name in ("aaa", "bbb"))
+    assert one.model == other.model == "somebody/model"
+    share_nothing(tmp_path, one, other)
 
 
 def test_a_branch_that_has_moved_on_is_another_revision(tmp_path: Path) -> None:
@@ -66,13 +71,7 @@ def test_a_branch_that_has_moved_on_is_another_revision(tmp_path: Path) -> None:
         identity_of(make_tiny_checkpoint(snapshots / commit, seed=seed), revision="main")
         for seed, commit in enumerate(("aaa", "bbb"))
     )
-    below = nvme(tmp_path / "nvme", "16MiB")
-    with Tiers(dram(32, one), below, identity=one) as tiers:
-        tiers.save(prompt(1, 4, identity=one))
-        tiers.only_below()
-        assert tiers.found(prompt(1, 4, identity=one)) == 4
-    with Tiers(dram(32, other), below, identity=other) as tiers:
-        assert tiers.found(prompt(1, 4, identity=other)) == 0
+    share_nothing(tmp_path, one, other)
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
-from kvtier.codec.audit import Flaw, payload_flaw, read_value
+from kvtier.codec.audit import Flaw, payload_flaw, read_value, repair_of
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
 from kvtier.errors import ConfigError
 from kvtier.storage_backends.fs_files import TEMPORARY, open_to_read, remove
@@ -48,9 +48,8 @@ class FolderAuditor(Auditor):
                     elif int(found[2]) < self._generation:
                         hidden += 1
                     elif (flaw := self._flaw(f"{folder}/{name}", bytes.fromhex(found[1]))) is not None:
-                        delete = partial(_delete, f"{folder}/{name}")
-                        repair = partial(self.seals.repaired, delete) if flaw.shut else delete
-                        yield Finding(flaw.kind, f"{folder}/{name}", flaw.detail, repair if flaw.ours else None)
+                        repair = repair_of(flaw, partial(_delete, f"{folder}/{name}"), self.seals)
+                        yield Finding(flaw.kind, f"{folder}/{name}", flaw.detail, repair)
                     self.looked_at += 1
                     progress(self.looked_at, self.looked_at)
         if hidden:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
-from kvtier.codec.audit import Flaw, has_magic, payload_flaw, read_header
+from kvtier.codec.audit import Flaw, has_magic, payload_flaw, read_header, repair_of
 from kvtier.codec.frame import PLAIN, FrameHeader
 from kvtier.errors import ConfigError
 from kvtier.key import Address, address
@@ -180,7 +180,7 @@ class NvmeAuditor(Auditor):
         found = address(header.key, header.shard)
         if flaw is not None:
             if row is not None:
-                repair = partial(self.seals.repaired, drop) if flaw.shut else drop
+                repair = repair_of(flaw, drop, self.seals)
                 yield finding(flaw.kind, detail=f"{flaw.detail} ({named})", repair=repair)
         elif row is None:
             if unnamed_is_wrong:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.abc.audit import Auditor, Finding, FindingKind, Progress
-from kvtier.codec.audit import Flaw, payload_flaw, read_value
+from kvtier.codec.audit import Flaw, payload_flaw, read_value, repair_of
 from kvtier.codec.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, summer_of
 from kvtier.key import Address
 from kvtier.storage_backends.redis_names import ABOUT, CLEAR, PREFIX, parsed, raised
@@ -78,9 +78,8 @@ class RedisAuditor(Auditor):
             return
         flaw = self._flaw(name, ours[1])
         if flaw is not None:
-            delete = partial(self._delete, name)
-            repair = partial(self.seals.repaired, delete) if flaw.shut else delete
-            yield Finding(flaw.kind, _shown(name), flaw.detail, repair if flaw.ours else None)
+            repair = repair_of(flaw, partial(self._delete, name), self.seals)
+            yield Finding(flaw.kind, _shown(name), flaw.detail, repair)
         elif ttl == _NEVER_EXPIRES:
             yield Finding(FindingKind.NO_TTL, _shown(name), "would stay for ever", partial(self._expire, name))
 

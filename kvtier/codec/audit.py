@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.abc.audit import FindingKind, Seals
 from kvtier.codec.frame import FRAME_VERSION, HEADER_BYTES, MAGIC, SEALED, FrameHeader, Summer
@@ -76,6 +78,13 @@ def payload_flaw(
     if summer.of(payload[: header.payload_bytes]) != header.stored:
         return Flaw(FindingKind.FLIPPED_BIT, "the payload's sum does not match")
     return None
+
+
+def repair_of(flaw: Flaw, repair: Callable[[], str], seals: Seals) -> Callable[[], str] | None:
+    """``repair`` as far as it is ours to do."""
+    if not flaw.ours:
+        return None
+    return partial(seals.repaired, repair) if flaw.shut else repair
 
 
 def _seal_flaw(header: FrameHeader, page: memoryview, payload: memoryview, seals: Seals) -> Flaw | None:

@@ -13,6 +13,8 @@ KvtierError
 `-- CorruptFrame           bytes that are not what their header, their key or their sum says
 """
 
+import errno
+
 
 def one_line(text: object) -> str:
     """What somebody else has said, for an error's message: on one line, not too long, nothing that moves a cursor."""
@@ -53,6 +55,10 @@ class MediumRefused(MediumError):
 
 class MediumFull(MediumError):
     """The medium has no room left for what was to be written."""
+
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of an ``OSError`` that is a `MediumFull`."""
 
 
 class NotEncodable(KvtierError):

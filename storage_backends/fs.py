@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtier.abc.medium import Arrived, Iovec, KeyMedium, MediumContext, Outcome, Status
-from kvtier.errors import ConfigError, MediumRefused, MediumUnavailable
+from kvtier.errors import DISK_FULL, ConfigError, MediumRefused, MediumUnavailable
 from kvtier.key import Address
 from kvtier.quantity import Bytes, Seconds
 from kvtier.storage_backends.fs_audit import FolderAuditor
 from kvtier.storage_backends.fs_files import (
     AWAY,
-    FULL,
     GONE,
     create,
     fill,
@@ -295,7 +294,7 @@ class FsMedium(KeyMedium):
         except NoRoom as error:
             return Outcome(Status.FULL, 0, f"{self._where}: {error}")
         except OSError as error:
-            if error.errno is None or error.errno in FULL | AWAY:
+            if error.errno is None or error.errno in DISK_FULL | AWAY:
                 with translated(self._where):
                     raise
             return Outcome(Status.FAILED, 0, f"{self._where}: {error.strerror}")

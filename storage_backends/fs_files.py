@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.abc.medium import Iovec
-from kvtier.errors import MediumError, MediumFull, MediumRefused, MediumUnavailable
+from kvtier.errors import DISK_FULL, MediumError, MediumFull, MediumRefused, MediumUnavailable
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.kvtier\.tmp", re.ASCII)
 """A file that is being written. Not whoever is named in it, but its age tells whether its writer is dead."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 GONE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO}
 )
@@ -45,7 +44,7 @@ def translated(where: str) -> Iterator[None]:
         yield
     except OSError as error:
         text = f"{where}: {error.strerror or error}"
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             raise MediumFull(f"{text}; make room there, raise the quota, or lower capacity") from error
         if error.errno in _REFUSED:
             raise MediumRefused(f"{text}; it must be writable for this user, and no link") from error

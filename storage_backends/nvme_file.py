@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.abc.medium import Iovec, Outcome, Status
+from kvtier.errors import DISK_FULL
 from kvtier.storage_backends.iovec import total
 
 _log = logging.getLogger(__name__)
@@ -187,5 +188,5 @@ def _after(buffers: Iovec, done: int) -> list[memoryview]:
 
 def failed(error: OSError, what: str = "") -> Outcome:
     """What an error of the system means for one item; ``what`` begins the words."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in DISK_FULL
     return Outcome(Status.FULL if full else Status.FAILED, 0, f"{what}errno {error.errno}: {error.strerror}")

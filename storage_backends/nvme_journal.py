@@ -7,7 +7,6 @@ row was lost.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sqlite3
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvtier.abc.medium import MOST_RECORDS, Journal, Record
-from kvtier.errors import MediumError, MediumFull
+from kvtier.errors import DISK_FULL, MediumError, MediumFull
 from kvtier.key import Address
 
 SCHEMA = 3
@@ -337,7 +336,7 @@ class NvmeJournal(Journal):
             finally:
                 os.close(folder)
         except OSError as error:
-            kind = MediumFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else MediumError
+            kind = MediumFull if error.errno in DISK_FULL else MediumError
             raise kind(f"{self._epochs_copy}: {error.strerror}") from error
 
     def _take_copied_epochs(self) -> None:
